@@ -330,14 +330,14 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
 
     A function that depends on plans and on counts from other ranks does not have one fixed graph.
     A function that depends on exact rounding would compute other values in a graph.
-    With `fullgraph=True`, torch raises an error that names the function.
+    With `fullgraph=True`, torch raises an error.
     """
+    reason = f"{function.__qualname__} must run uncompiled. Compile without fullgraph."
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.compiler.is_compiling():  # Before anything is imported for it.
             return function(*args, **kwargs)
-        reason = f"{function.__qualname__} must run uncompiled. Compile without fullgraph."
         return torch.compiler.disable(function, reason=reason)(*args, **kwargs)
 
     return call

@@ -25,7 +25,7 @@ from ..errors import PlanError, UnsupportedError, check_counts
 from ..groups import agreed, check_tensors
 from ..layout import local_part
 from .experts.dispatcher import LocalDispatcher
-from .gathered import reshard, shards_of
+from .gathered import check_reduced, shards_of
 from .mesh import Meshes, check_meshes
 
 __all__ = [
@@ -166,7 +166,8 @@ def clip_grad_norm_(
         PlanError: a gradient is a partial sum, ranks pass different values of `max_norm`, or
             `optimizer` updates tensors that are not in `parameters`.
         PlanError: FSDP2 left parameters unsharded, so their gradients are wrong. Reentrant
-            checkpointing leaves parameters unsharded if several forwards precede one backward.
+            checkpointing leaves parameters unsharded if several forwards precede one backward. So
+            does an error inside a backward.
             Also raised if `parameters` were listed after a forward without a backward, and FSDP2
             has freed some of them.
         RankError: another rank refused its arguments.
@@ -216,9 +217,10 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model: the model, or an `nn.ModuleList` of all models that the optimizer updates.
 
     Raises:
-        PlanError: some tensors of the optimizer are not parameters of `model`.
+        PlanError: some tensors of the optimizer are not parameters of `model`, or FSDP2 left
+            parameters unsharded, as for `clip_grad_norm_`.
     """
-    reshard(model)
+    check_reduced(model)
     _check_steps(list(model.parameters()), optimizer)
 
 

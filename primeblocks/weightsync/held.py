@@ -234,7 +234,7 @@ class BlobFile:
                 count = os.preadv(self._hold.fd, [room[done:]], at + done)
             except OSError as error:
                 raise TransferError(
-                    f"a file of weights cannot be read: {error}. Check the disk, and publish again."
+                    f"a file of weights cannot be read: {error}. Check the disk, and receive again."
                 ) from error
             if count == 0:
                 raise CorruptionError(

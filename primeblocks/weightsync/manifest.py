@@ -234,6 +234,12 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         ):
             raise PlanError("FSDP1 has flattened the parameters. Use torch's fully_shard (FSDP2).")
         if isinstance(owner, FSDPModule):
+            states = owner._get_fsdp_state()._state_ctx.all_states
+            if any(each._training_state.name != "IDLE" for each in states):
+                raise PlanError(
+                    "FSDP2 is inside a forward or a backward, or an error ended one. Wait for its "
+                    "end, or call model.zero_grad() and then model.reset_iter_state()."
+                )
             # A forward without a backward leaves gathered copies, which no optimizer updates.
             owner.reshard()
     for name, parameter in module.named_parameters():

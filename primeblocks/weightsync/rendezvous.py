@@ -90,6 +90,7 @@ def find(where: str | Transport, *, timeout_s: float) -> tuple[Plan, Transport]:
     Raises:
         DeadlineError: a trainer did not announce a plan in time.
         PlanError: the announced text is not a plan.
+        CorruptionError: the note with the announced plan is damaged.
         UnsupportedError: the transport cannot store a plan.
         UsageError: the announced directory belongs to another user, or other users may write to it.
     """

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from primeblocks.errors import PlanError, UnsupportedError, UsageError
+from primeblocks.errors import PlanError, UsageError
 from primeblocks.parallel import check_optimizer, clip_grad_norm_, fully_shard_moe
 from primeblocks.parallel.experts import AllToAllDispatcher, GroupedExperts, LocalDispatcher
 from primeblocks.testing import ranks
@@ -183,10 +183,6 @@ def _after_an_error():
     _backward(model, whole, meshes)
     with pytest.raises(UsageError, match="finite"):
         model(torch.full((3, 6), torch.nan, dtype=torch.float64))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(FSDPModule, "reset_iter_state", raising=False)  # Torch before 2.13.
-        with pytest.raises(UnsupportedError, match="Build the model again"):
-            check_optimizer(model, optimizer)
     if hasattr(FSDPModule, "reset_iter_state"):
         clip_grad_norm_(model.parameters(), 0.1, meshes=meshes)
         nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
@@ -197,3 +193,54 @@ def _after_an_error():
 
 def test_after_an_error_a_forward_uses_the_new_weights():
     ranks.run(_after_an_error, world_size=4)
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("in a backward")
+
+
+def _after_an_error_of_a_backward(first):
+    model, whole, meshes = _pair({"expert": 2}, {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    hook = model.layers[1].register_forward_hook(lambda module, args, out: Raises.apply(out))
+    with pytest.raises(ValueError, match="in a backward"):
+        model(torch.ones(3, 6, dtype=torch.float64)).square().sum().backward()
+    hook.remove()
+    calls = {
+        "clip": lambda: clip_grad_norm_(model.parameters(), 0.1, meshes=meshes),
+        "check": lambda: check_optimizer(model, optimizer),
+    }
+    with pytest.raises(PlanError, match="An error inside a backward does so"):
+        calls[first]()
+    if hasattr(FSDPModule, "reset_iter_state"):
+        optimizer.zero_grad()
+        _backward(model, whole, meshes)
+        assert _error(model, whole, lambda p: p.grad) < 1e-12
+
+
+@pytest.mark.parametrize("first", ["clip", "check"])
+def test_after_an_error_of_a_backward_no_gradient_of_it_is_left(first):
+    ranks.run(_after_an_error_of_a_backward, first, world_size=4)
+
+
+def _parameters_listed_first():
+    model, whole, meshes = _pair({"expert": 2}, {})
+    listed = list(model.parameters())
+    optimizer = torch.optim.SGD(listed, lr=1.0)
+    _backward(model, whole, meshes)
+    _forward(model)
+    clip_grad_norm_(listed, 0.1, meshes=meshes)
+    nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    optimizer.step()
+    torch.optim.SGD(whole.parameters(), lr=1.0).step()
+    torch.testing.assert_close(_forward(model), _forward(whole))
+
+
+def test_a_forward_before_the_step_does_not_keep_old_weights():
+    ranks.run(_parameters_listed_first, world_size=4)

@@ -157,6 +157,20 @@ def _describe_sharded():
     return [m.to_json() for m in gathered], sorted(placements)
 
 
+def _described_in_a_forward():
+    model = fully_shard(nn.Linear(4, 4))
+    model.register_forward_pre_hook(lambda module, args: describe(module))
+    for _ in range(2):  # The first error leaves FSDP2 inside the forward.
+        with pytest.raises(PlanError, match="FSDP2 is inside a forward"):
+            model(torch.ones(2, 4))
+    with pytest.raises(PlanError, match="an error ended one"):
+        describe(model)
+
+
+def test_a_model_inside_a_forward_is_not_resharded():
+    ranks.run(_described_in_a_forward, world_size=2)
+
+
 def test_fsdp_over_experts_is_described_by_rank():
     results = ranks.run(_describe_sharded, world_size=4)
     assert all(result == results[0] for result in results)

@@ -92,12 +92,18 @@ class Board:
         found = self.read_any([key], deadline=deadline, waits=waits)
         return None if found is None else found[1]
 
-    def delete(self, keys: Iterable[str], *, deadline: float) -> None:
-        """Delete notes. Best effort, because some stores cannot delete."""
+    def clear(self, keys: Iterable[str], *, deadline: float) -> None:
+        """Empty notes that are not needed any more, if the store answers."""
         gone = [self._key(key) for key in keys]
         if gone:
+
+            def empty() -> None:
+                # Not delete_key: a reader that saw the key would wait until the store gives up.
+                for key in gone:
+                    self._store.set(key, "")
+
             with suppress(TransferError):
-                self.call(lambda: [self._store.delete_key(key) for key in gone], deadline=deadline)
+                self.call(empty, deadline=deadline)
 
     def call(self, work: Callable[[], T], *, deadline: float) -> T:
         """Run `work`, which may wait in the store, in a thread."""
@@ -153,9 +159,9 @@ class Transaction:
     def post(self, key: str, value: Any, *, deadline: float) -> None:
         self._board.post(self._key(key), json.dumps(value), deadline=deadline)
 
-    def delete(self, keys: Iterable[str], *, deadline: float) -> None:
-        """Delete notes that no rank reads again. Best effort."""
-        self._board.delete([self._key(key) for key in keys], deadline=deadline)
+    def clear(self, keys: Iterable[str], *, deadline: float) -> None:
+        """Empty notes that no rank reads again, if the store answers."""
+        self._board.clear([self._key(key) for key in keys], deadline=deadline)
 
     def read_begun(self, *, deadline: float) -> dict[str, Any] | None:
         """Reader: return version and plan, {} if the sync was called off, None at the deadline."""

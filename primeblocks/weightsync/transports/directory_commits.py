@@ -248,8 +248,8 @@ def _is_gone(error: OSError) -> bool:
 
 def _unreadable(error: OSError) -> TransferError:
     return TransferError(
-        f"a file of a version cannot be read: {error}. Check the disk and the limit of open files, "
-        "and receive again."
+        f"a file of the transport cannot be read: {error}. Check the disk and the limit of open "
+        "files, and receive again."
     )
 
 

@@ -63,14 +63,14 @@ class GroupTransport:
         readers: the number of the plan's readers. Each reader is one process.
         rank: the trainer's rank in the plan. None for a reader.
         generation: only for a reader: the entry `generation` of the `spec()` that the reader opens.
-        device: "cpu" sends messages over gloo, and "cuda" over NCCL. This transport was never run
-            with NCCL.
+        device: "cpu" sends messages over gloo, and "cuda" over NCCL, on the current device of this
+            thread. This transport was never run with NCCL.
         timeout_s: how long the construction waits for the store.
 
     Raises:
         UsageError: `trainers` or `readers` is below 1, or the `rank` of a trainer is missing or out
             of range.
-        UnsupportedError: torch was built without gloo or NCCL.
+        UnsupportedError: torch was built without gloo or NCCL, or does not see the GPU of `device`.
         TransferError: rank 0 cannot reach the store.
     """
 
@@ -182,7 +182,8 @@ class GroupTransport:
         self._markers = (*self._markers[-1:], marker)
         # Every reader voted, so every reader has read these notes.
         sizes = [] if marker.base is None else [f"sizes/{rank}" for rank in range(self._trainers)]
-        now.delete(["marker", *sizes], deadline=deadline)
+        if time.monotonic() < deadline:
+            now.clear(["marker", *sizes], deadline=deadline)
 
     def abort(self, version: int) -> None:
         """On rank 0, drop the unfinished version, and report the drop to the readers."""

@@ -3,7 +3,7 @@
 A version is begun, then committed, then hidden. One note lists the committed versions. The owner
 replaces only its own note, in one step of the store, so an owner that was replaced cannot commit.
 Each marker is a note of its own, because a store takes only small values. The owner writes a marker
-before it lists the marker's version, and deletes a marker after it has hidden the version. So a
+before it lists the marker's version, and empties the note after it has hidden the version. So a
 reader that does not find a listed marker reads the list again. A reader adds 1 to the version's
 count `held`, and then looks whether the version is still listed. At the end, the reader adds 1 to
 the count `let_go`. The owner first hides a version, and then waits until both counts are equal, or
@@ -43,6 +43,7 @@ __all__ = ["StoreCommits"]
 _COMMITS = "commits"
 _LOOK_S = 0.005
 _CLOSE_S = 1.0
+_MOST_TEXT = 1 << 28  # bytes of an uncompressed note; the plan of a large model has 12 MB
 
 
 class _Record(NamedTuple):
@@ -202,10 +203,10 @@ class StoreCommits:
         return None if text is None else _parsed(text)
 
     def _marker(self, run: str, digest: str, deadline: float) -> Marker | None:
-        if digest in self._seen:
-            return self._seen[digest]
+        if (seen := self._seen.get(digest)) is not None:
+            return seen
         text = self._board.read(_key(run, digest), deadline=deadline, waits=False)
-        return None if text is None else Marker.from_json(_decompressed(text))
+        return Marker.from_json(_decompressed(text)) if text else None
 
     def _await_readers(self, mine: _Record, version: int, over: float, deadline: float) -> None:
         never = threading.Event()
@@ -235,7 +236,7 @@ class StoreCommits:
         if self._board.replace(_COMMITS, _text(mine), new, deadline=deadline) != new:
             raise _deposed()
         gone = [_key(mine.run, row[1]) for row in mine.listed if row not in listed]
-        self._board.delete(gone, deadline=deadline)
+        self._board.clear(gone, deadline=deadline)
 
     def _count(self, run: str, version: int, what: str, amount: int, deadline: float) -> int:
         return self._board.add(f"{run}/{version}/{what}", amount, deadline=deadline)
@@ -269,7 +270,11 @@ def _compressed(text: str) -> str:
 
 def _decompressed(text: str) -> str:
     with as_corruption("a note in the store"):
-        return zlib.decompress(base64.b64decode(text)).decode()
+        unpacking = zlib.decompressobj()
+        data = unpacking.decompress(base64.b64decode(text), _MOST_TEXT)
+        if not unpacking.eof:
+            raise ValueError("it is cut short or too long")
+        return data.decode()
 
 
 def _deposed() -> TransferError:

@@ -202,12 +202,13 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Do nothing. `receive_weights` has finished the load."""
 
     def shutdown(self) -> None:
-        """Close the transport. The loaded weights stay."""
+        """Close the subscriber. The loaded weights stay."""
         if self._subscriber is not None:
             # A running check may last until its deadline. It releases its bytes when it ends.
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._subscriber.close()
             self._subscriber = self._checking = None
+            self._transaction = ""  # An update that was under way must not load.
         self._state = self._NEVER
 
     def _wait(self) -> None:
