@@ -187,10 +187,10 @@ def shown(value: Any) -> str:
 def lacks_files(error: BaseException | None) -> bool:
     """Whether file descriptors are used up, by the causes of an error or by a trial. Local."""
     full = (errno.EMFILE, errno.ENFILE)
-    while error is not None:
+    for _ in range(100):  # Causes may be a circle.
         if isinstance(error, OSError) and error.errno in full:
             return True
-        error = error.__cause__ or error.__context__
+        error = error and (error.__cause__ or error.__context__)
     try:  # A failed lookup of a host name has another errno.
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as met:

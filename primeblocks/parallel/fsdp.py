@@ -167,7 +167,7 @@ def clip_grad_norm_(
             `optimizer` updates tensors that are not in `parameters`.
         PlanError: FSDP2 left parameters unsharded, so their gradients are wrong. Reentrant
             checkpointing leaves parameters unsharded if several forwards precede one backward. So
-            does an error inside a backward.
+            does an error inside a backward. The call drops gradients that are not reduced.
             Also raised if `parameters` were listed after a forward without a backward, and FSDP2
             has freed some of them.
         RankError: another rank refused its arguments.

@@ -6,6 +6,8 @@ lists gathered copies as its parameters. Gradients and optimizer steps belong to
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -21,41 +23,49 @@ def reshard(model: nn.Module) -> None:
     """Free gathered parameters, so that the model lists its shards. Local.
 
     After an error inside a forward or a backward, FSDP2 would use the weights from before the
-    error. With torch 2.13 or later, the function then also resets FSDP2's state, and drops the
+    error. With torch 2.13 or later, the function then also resets FSDP2's state. It drops the
     gradients that are not reduced.
     """
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
+    for module in _units(model):
         state = module._get_fsdp_state()
         states = state._state_ctx.all_states if state._is_root else ()
-        idle = all(each._training_state.name == "IDLE" for each in states)
-        if idle or not hasattr(module, "reset_iter_state"):
+        if all(each._training_state.name == "IDLE" for each in states):
             module.reshard()
             continue
-        for group in [group for each in states for group in each._fsdp_param_groups]:
-            for parameter in group.fsdp_params:  # `reset_iter_state` keeps their gradients.
+        for group in [group for each in states for group in _groups(each)]:
+            for parameter in group.fsdp_params:  # FSDP2 would keep their gradients.
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
-        module.reset_iter_state()
+            group._to_sharded()
+        if hasattr(module, "reset_iter_state"):
+            module.reset_iter_state()
 
 
 def check_reduced(model: nn.Module) -> None:
-    """Reshard a model, and refuse gradients that FSDP2 has not reduced. Local.
+    """Reshard a model, and refuse gradients that FSDP2 has not reduced. Drops them. Local.
 
     Raises:
-        PlanError: a gathered parameter has a gradient.
+        PlanError: a gathered parameter has a gradient, or an error ended a backward.
     """
     before = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    states = [each for m in _units(model) for each in m._get_fsdp_state()._state_ctx.all_states]
+    failed = any(each._training_state.name == "PRE_BACKWARD" for each in states)
     reshard(model)
+    if failed:
+        raise PlanError(
+            "an error ended a backward, so some gradients are missing. Clear all gradients, and "
+            "repeat the step. With torch before 2.13, build the model again."
+        )
     left = [name for name, p in before.items() if model.get_parameter(name) is not p]
+    for name in left:  # The next backward would add to them.
+        before[name].grad = None
     if left:
         raise PlanError(
             f"FSDP2 left {len(left)} parameters unsharded, such as {left[0]!r}, and did not reduce "
-            "their gradients. An error inside a backward does so, and reentrant checkpointing with "
-            "several forwards before one backward. Clear the gradients. Call backward after each "
-            "forward, or checkpoint with use_reentrant=False."
+            "their gradients. Reentrant checkpointing with several forwards before one backward "
+            "does so. Clear the gradients. Then call backward after each forward, or checkpoint "
+            "with use_reentrant=False."
         )
 
 
@@ -69,7 +79,9 @@ def shards_of(parameters: list[Tensor], meshes: Meshes) -> list[Tensor]:
     given, shards = {id(parameter) for parameter in parameters}, dict[int, Tensor]()
     for model in meshes.models:
         listed = dict(model.named_parameters())
-        if given.isdisjoint(map(id, listed.values())):
+        groups = [group for module in _units(model) for group in _groups(module._get_fsdp_state())]
+        owned = {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
+        if given.isdisjoint(owned | {*map(id, listed.values())}):
             continue
         check_reduced(model)
         shards |= {id(copy): model.get_parameter(name) for name, copy in listed.items()}
@@ -85,6 +97,15 @@ def shards_of(parameters: list[Tensor], meshes: Meshes) -> list[Tensor]:
             "model.parameters() before the first forward, also for the optimizer."
         )
     return [shards.get(id(parameter), parameter) for parameter in parameters]
+
+
+def _units(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _groups(state: Any) -> list[Any]:
+    group = state._fsdp_param_group
+    return getattr(state, "_fsdp_param_groups", [] if group is None else [group])
 
 
 def _axes_of(parameter: Tensor) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import threading
@@ -59,8 +58,6 @@ class Hold:
             raise
         except OSError as error:
             self._drop()
-            if error.errno in (errno.ESTALE, errno.EIO):
-                raise
             raise UnsupportedError(
                 f"the file system refuses flock: {error}. Mount it with locks (Lustre: -o flock), "
                 "or use a directory on another file system."

@@ -152,11 +152,13 @@ def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Shard:
 def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
     """Return the given tensors by name, or a module's parameters and persistent buffers. Local.
 
-    Names come without the parts that torch.compile, DDP, FSDP1 and activation checkpoints add.
+    Names come without the parts that torch.compile, DDP, FSDP1 and activation checkpoints add. If
+    FSDP2 left parameters gathered, the module is resharded.
 
     Raises:
         PlanError: a name occurs twice, FSDP1 has flattened the parameters, or a value is not a
-            dense tensor. A negated or conjugated view is refused too.
+            dense tensor. A negated or conjugated view is refused too. Also raised if FSDP2 is
+            inside a forward or a backward.
     """
     rows = list(_of_module(source)) if isinstance(source, nn.Module) else source
     try:
@@ -238,7 +240,7 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             if any(each._training_state.name != "IDLE" for each in states):
                 raise PlanError(
                     "FSDP2 is inside a forward or a backward, or an error ended one. Wait for its "
-                    "end, or call model.zero_grad() and then model.reset_iter_state()."
+                    "end, or call model.reset_iter_state() between two model.zero_grad()."
                 )
             # A forward without a backward leaves gathered copies, which no optimizer updates.
             owner.reshard()

@@ -238,6 +238,7 @@ def test_engines_of_a_fleet_have_different_seeds(module):
         (KeyError, False, PrimeblocksError),
         (KeyError, True, EngineError),
         (ValueError, False, UsageError),
+        (ValueError, True, EngineError),
     ],
 )
 def test_a_request_that_fails_does_not_close_a_running_engine(module, cause, errored, expected):

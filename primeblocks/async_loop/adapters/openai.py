@@ -78,7 +78,7 @@ async def generate(
 
     Raises:
         DeadlineError: no answer within `timeout_s`.
-        CapacityError: the server has no room for the request now, or this process no descriptor.
+        CapacityError: the server has no room for the request now, or this process for a connection.
         EngineError: the server died or failed, or its answer does not have the expected form.
         PrimeblocksError: the weights changed during the call, or the server aborted the request
             before the first token. A loop with `Retries` repeats the request, and a `Fleet` does

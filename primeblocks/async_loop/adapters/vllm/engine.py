@@ -271,10 +271,11 @@ class VllmEngine:
             raise EngineError(f"the vLLM engine failed: {error}") from error
         except EngineGenerateError as error:  # vLLM raises it for any error in a request.
             cause = error.__cause__
+            if self.llm.errored:
+                raise EngineError(f"the vLLM engine failed: {cause!r}") from error
             if isinstance(cause, ValueError):
                 raise UsageError(f"vLLM refused the request: {cause}") from error
-            kind = EngineError if self.llm.errored else PrimeblocksError
-            raise kind(f"the vLLM engine failed in this request: {cause!r}") from error
+            raise PrimeblocksError(f"the vLLM engine failed in this request: {cause!r}") from error
         except (VLLMClientError, ValueError) as error:
             raise UsageError(f"vLLM refused the request: {error}") from error
 
