@@ -32,14 +32,16 @@ def reshard(model: nn.Module) -> None:
         if all(each._training_state.name == "IDLE" for each in states):
             module.reshard()
             continue
-        for group in [group for each in states for group in _groups(each)]:
-            for parameter in group.fsdp_params:  # FSDP2 would keep their gradients.
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
-            group._to_sharded()
-        if hasattr(module, "reset_iter_state"):
+        groups = [group for each in states for group in _groups(each)]
+        for parameter in [parameter for group in groups for parameter in group.fsdp_params]:
+            parameter.unsharded_accumulated_grad = None  # FSDP2 would keep the gradients.
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        if hasattr(module, "reset_iter_state"):  # Waits for running collectives first.
             module.reset_iter_state()
+        else:
+            for group in groups:
+                group._to_sharded()
 
 
 def check_reduced(model: nn.Module) -> None:
@@ -104,8 +106,9 @@ def _units(model: nn.Module) -> list[FSDPModule]:
 
 
 def _groups(state: Any) -> list[Any]:
-    group = state._fsdp_param_group
-    return getattr(state, "_fsdp_param_groups", [] if group is None else [group])
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.13
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _axes_of(parameter: Tensor) -> set[str]:

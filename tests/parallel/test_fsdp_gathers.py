@@ -191,6 +191,22 @@ def _after_an_error():
         torch.testing.assert_close(_forward(model), _forward(whole))
 
 
+def _after_an_error_with_old_torch():
+    model, whole, meshes = _pair({"expert": 2}, {})
+    _backward(model, whole, meshes)
+    with pytest.raises(UsageError, match="finite"):
+        model(torch.full((3, 6), torch.nan, dtype=torch.float64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(FSDPModule, "reset_iter_state", raising=False)
+        clip_grad_norm_(model.parameters(), 0.1, meshes=meshes)
+    nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    assert _error(model, whole, lambda p: p.grad) < 1e-12
+
+
+def test_gradients_are_clipped_after_an_error_with_torch_before_213():
+    ranks.run(_after_an_error_with_old_torch, world_size=4)
+
+
 def test_after_an_error_a_forward_uses_the_new_weights():
     ranks.run(_after_an_error, world_size=4)
 
