@@ -51,7 +51,7 @@ def check_reduced(model: nn.Module) -> None:
         PlanError: a gathered parameter has a gradient, or an error ended a backward.
     """
     before = {name: p for name, p in model.named_parameters() if p.grad is not None}
-    states = [each for m in _units(model) for each in m._get_fsdp_state()._state_ctx.all_states]
+    states = [module._get_fsdp_state() for module in _units(model)]
     failed = any(each._training_state.name == "PRE_BACKWARD" for each in states)
     reshard(model)
     if failed:

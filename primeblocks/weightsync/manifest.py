@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -230,14 +231,16 @@ def converts(have: torch.dtype, want: torch.dtype) -> bool:
 def _of_module(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     # Not state_dict(): its hooks may gather, and it lists tied tensors twice.
     owners = dict(module.named_modules())
+    states: list[Any] = []
     for owner in owners.values():
         if isinstance(owner, FullyShardedDataParallel) and (
             owner.sharding_strategy != ShardingStrategy.NO_SHARD
         ):
             raise PlanError("FSDP1 has flattened the parameters. Use torch's fully_shard (FSDP2).")
         if isinstance(owner, FSDPModule):
-            states = owner._get_fsdp_state()._state_ctx.all_states
-            if any(each._training_state.name != "IDLE" for each in states):
+            before, states = states, owner._get_fsdp_state()._state_ctx.all_states
+            running = (each._training_state.name != "IDLE" for each in states)
+            if states is not before and any(running):  # All units of a model share the list.
                 raise PlanError(
                     "FSDP2 is inside a forward or a backward, or an error ended one. Wait for its "
                     "end, or call model.reset_iter_state() between two model.zero_grad()."
