@@ -154,7 +154,7 @@ def teach(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> float:
 async def record(path: Path, template: ChatTemplate) -> None:
     returned: list[Any] = []
     arguments = base_engine_args(
-        path, dtype="float32", max_model_len=1024, max_num_seqs=4, kv_bytes=32 << 20
+        path, seed=0, dtype="float32", max_model_len=1024, max_num_seqs=4, kv_bytes=32 << 20
     )
     arguments |= engine_args(max_bytes=16 << 20, device="cpu")
     async with await VllmEngine.start(arguments, timeout_s=START_S) as engine:

@@ -112,7 +112,7 @@ def draw_prompts(seed: int):
 def run(options: argparse.Namespace, folder: str, thread: EventThread, transport) -> None:
     path = str(tiny_models.save("qwen3_moe", f"{folder}/model", **MODEL))
     arguments = base_engine_args(
-        path, dtype="bfloat16", max_model_len=64, max_num_seqs=64, kv_bytes=64 << 20
+        path, seed=0, dtype="bfloat16", max_model_len=64, max_num_seqs=64, kv_bytes=64 << 20
     )
     start = VllmEngine.start(arguments | into_vllm.engine_args(), timeout_s=START_S)
     engine = thread.call(start, timeout_s=START_S + TIMEOUT_S)

@@ -385,6 +385,7 @@ class Tenant:
 def engine_arguments(checkpoint: Path) -> dict[str, Any]:
     arguments = base_engine_args(
         checkpoint,
+        seed=0,
         dtype="float32",
         max_model_len=64,
         max_num_seqs=len(TENANTS) * 2 * PROMPTS * GROUP,

@@ -46,6 +46,7 @@ def engine_arguments(
     )
     arguments = base_engine_args(
         checkpoint,
+        seed=0,
         dtype="bfloat16",
         max_model_len=max_length,
         max_num_seqs=max_requests,

@@ -48,6 +48,7 @@ async def _see(folder):
     policy, critic = AdapterTrainer.pair(folder / "model", folder / "adapters")
     arguments = base_engine_args(
         folder / "model",
+        seed=0,
         dtype="float32",
         max_model_len=512,
         max_num_seqs=8,

@@ -136,7 +136,7 @@ async def _see(folder: Path) -> dict:
 
     def start(path: Path):
         arguments = base_engine_args(
-            path, dtype="float32", max_model_len=256, max_num_seqs=8, kv_bytes=16 << 20
+            path, seed=0, dtype="float32", max_model_len=256, max_num_seqs=8, kv_bytes=16 << 20
         )
         return VllmEngine.start(arguments, timeout_s=START_S)
 

@@ -42,7 +42,7 @@ async def _see(folder: Path) -> dict:
     path = tiny_models.save("qwen3_moe", folder / "m", dtype="float32", vocab=vocab, **SIZES)
     model = tiny_models.build("qwen3_moe", dtype="float32", vocab=vocab, **SIZES)
     arguments = base_engine_args(
-        path, dtype="float32", max_model_len=1024, max_num_seqs=4, kv_bytes=16 << 20
+        path, seed=0, dtype="float32", max_model_len=1024, max_num_seqs=4, kv_bytes=16 << 20
     )
     arguments |= engine_args(max_bytes=16 << 20, device="cpu") | into_vllm.engine_args()
     source = weightsync.describe(model)

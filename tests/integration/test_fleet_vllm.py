@@ -51,7 +51,7 @@ async def _local(folder: Path) -> tuple[Any, FleetMember]:
     from primeblocks.weightsync.adapters import vllm as into_vllm
 
     arguments = base_engine_args(
-        folder / "start", dtype="float32", max_model_len=MODEL_TOKENS, max_num_seqs=8,
+        folder / "start", seed=0, dtype="float32", max_model_len=MODEL_TOKENS, max_num_seqs=8,
         kv_bytes=32 << 20,
     )  # fmt: skip
     arguments |= into_vllm.engine_args() | capture_args(max_bytes=1 << 22, device="cpu")

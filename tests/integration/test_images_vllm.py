@@ -48,6 +48,7 @@ async def _serve(folder):
 
     arguments = base_engine_args(
         folder,
+        seed=0,
         dtype="float32",
         max_model_len=256,
         max_num_seqs=8,
@@ -111,6 +112,7 @@ async def _update(folder, root):
     source = describe(weights)
     arguments = base_engine_args(
         folder,
+        seed=0,
         dtype="float32",
         max_model_len=256,
         max_num_seqs=8,
