@@ -39,6 +39,10 @@ _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 # The sender converts these dtypes into each other. Any other dtype must be equal on both sides.
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
+# Routers add these biases to their scores, and a rounded bias chooses other experts. vLLM stores
+# them in float32, and so do the files of the models.
+_NEVER_ROUNDED = ("e_score_correction_bias", "expert_bias")
+
 NamedTensors = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
@@ -95,9 +99,9 @@ class Manifest(Mapping[str, TensorSpec]):
         return len(self.tensors)
 
     def whole(self, *, dtype: torch.dtype | None = None) -> Manifest:
-        """Return the same tensors held in full, with floats in `dtype` if it is given."""
+        """Return the same tensors held in full, with floats in `dtype` as in `describe`."""
         rows = [
-            (name, TensorSpec(_cast(spec.dtype, dtype), Layout.whole(spec.shape)))
+            (name, TensorSpec(_cast(name, spec.dtype, dtype), Layout.whole(spec.shape)))
             for name, spec in self.tensors
         ]
         return Manifest(tuple(rows), self.recipe)
@@ -201,13 +205,14 @@ def describe(source: NamedTensors, *, dtype: torch.dtype | None = None) -> Manif
         source: a module, for its parameters and persistent buffers, or tensors by name. A DTensor
             is described by its global shape and this rank's box, also for FSDP2 over expert shards.
         dtype: the dtype with which tensors of the dtypes in `FLOATS` are described, one of
-            `FLOATS`. Tensors of other dtypes keep their dtype. With None, all tensors keep it.
+            `FLOATS`. Tensors of other dtypes keep their dtype, and so do the biases with which
+            routers correct their choices. With None, all tensors keep it.
 
     Raises:
         PlanError: as for `layout_of`, or a name occurs twice, or a value is not a dense tensor.
     """
     rows = [
-        (name, TensorSpec(_cast(tensor.dtype, dtype), layout_of(tensor)))
+        (name, TensorSpec(_cast(name, tensor.dtype, dtype), layout_of(tensor)))
         for name, tensor in named_tensors(source).items()
     ]
     return Manifest(tuple(rows))
@@ -270,11 +275,13 @@ def unwrapped(name: str, owners: Mapping[str, nn.Module]) -> str:
     return ".".join(kept)
 
 
-def _cast(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+def _cast(name: str, dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     if wanted is not None and wanted not in FLOATS:
         names = ", ".join(map(str, FLOATS))
         raise PlanError(f"dtype must be one of {names}, or None; got {wanted!r}.")
-    return wanted if wanted is not None and dtype in FLOATS else dtype
+    if wanted is None or dtype not in FLOATS or name.endswith(_NEVER_ROUNDED):
+        return dtype
+    return wanted
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -105,6 +105,14 @@ def test_a_module_is_its_parameters_once_and_its_persistent_buffers():
     }
 
 
+@pytest.mark.parametrize("name", ["e_score_correction_bias", "expert_bias"])
+def test_biases_that_choose_experts_are_not_rounded(name):
+    held = {f"gate.{name}": torch.tensor([14.31]), "gate.weight": torch.zeros(1)}
+    want = {f"gate.{name}": torch.float32, "gate.weight": torch.bfloat16}
+    for sent in (describe(held, dtype=torch.bfloat16), describe(held).whole(dtype=torch.bfloat16)):
+        assert {each: spec.dtype for each, spec in sent.items()} == want
+
+
 def test_whole_and_json_round_trip():
     tensors = {"a": torch.zeros(2, 3), "s": torch.tensor(1), "e": torch.zeros(0, 4)}
     manifest = describe(tensors)

@@ -61,8 +61,8 @@ class DeepGemmIndexScores:
     The kernel supports 32 or 64 heads of 32, 64 or 128 columns. On compute capability 10, the
     kernel also supports 8 or 16 heads. Rounding changes the order of nearly equal scores, so the
     selection can differ from a selection by `index_scores`. Models that were trained with a float8
-    indexer also select by scores of rounded operands. For DeepSeek's models, first rotate the
-    queries and keys of `IndexerInputs` by a Hadamard matrix, as these models do.
+    indexer also select by scores of rounded operands. DeepSeek's own code first rotates queries
+    and keys by a Hadamard matrix. vLLM 0.32 does not, and rounds scales up to powers of two.
 
     The kernel does not take scales of queries. Instead, the weight of a head is multiplied by the
     scale of the query vector. The scores are the same, because a ReLU commutes with positive

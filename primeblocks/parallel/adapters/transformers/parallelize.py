@@ -221,7 +221,7 @@ def _check_rope(model: PreTrainedModel, context: int) -> None:
 
 def _widen_buffers(model: PreTrainedModel) -> None:
     """Convert buffers that the family keeps in float32, which `from_config` may leave narrower."""
-    kept = model._keep_in_fp32_modules_strict or ()
+    kept = {*(model._keep_in_fp32_modules_strict or ()), "e_score_correction_bias"}
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if name in kept and buffer.dtype in (torch.float16, torch.bfloat16):
