@@ -13,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..clock import Clock, within
-from ..errors import DeadlineError, UsageError, shown
+from ..errors import DeadlineError, PrimeblocksError, UsageError, shown
 from ..rollout import Group, Rollout
 from .buffer import RolloutBuffer
 from .journal import Journal
@@ -239,12 +239,20 @@ class Feeder:
             options["sample"] = sample
         if self._ledger is not None:
             options["draft"] = Draft(job.ordinal, job.partials, self._ledger.sampled)
-        call = self._generate(job.prompt, **options)
-        if self._rollout_timeout_s is None:
-            return await call
         what = f"the rollout of prompt {job.ordinal}"
-        timeout_s = self._rollout_timeout_s
-        return await within(call, timeout_s=timeout_s, clock=self._clock, what=what)
+        timeout_s = float("inf") if self._rollout_timeout_s is None else self._rollout_timeout_s
+        call = self._generate(job.prompt, **options)
+        try:
+            answer = await within(call, timeout_s=timeout_s, clock=self._clock, what=what)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Clients of tools leak the cancellation of a task of their own.
+            raise PrimeblocksError(f"{what} was cancelled by its own code") from error
+        if isinstance(answer, Sized) and not len(answer):
+            raise PrimeblocksError(f"{what} has no rollouts")
+        return answer
 
     def _read(self, job: PromptJob, answer: Any) -> tuple[Rollout, ...]:
         """Return the rollouts of an answer. For another type, raise an error that ends the run."""

@@ -7,12 +7,10 @@ token ids. `adapters.uvicorn.CaptureServer` serves sessions over HTTP.
 
 from .conversation import Continuity, Conversation
 from .history import Renderer
-from .journal import CaptureJournal
 from .recorder import CaptureBounds, CaptureSession, Generate, Recorder, Sampled
 
 __all__ = [
     "CaptureBounds",
-    "CaptureJournal",
     "CaptureSession",
     "Continuity",
     "Conversation",

@@ -32,7 +32,6 @@ from ..errors import (
 from ..rollout import Rollout
 from .conversation import Conversation
 from .history import History, Prompt, Renderer
-from .journal import CaptureJournal, KeptTurn
 from .request import ToolCall, TurnAnswer, TurnRequest
 
 __all__ = ["CaptureBounds", "CaptureSession", "Generate", "Recorder", "Sampled"]
@@ -130,15 +129,10 @@ class CaptureSession:
         self.name, self.key, self.prompt_id = name, secrets.token_urlsafe(32), prompt_id
         self.base_url = f"{recorder.url}/s/{name}/v1"
         self.conversation = Conversation(max_realigned_tokens=recorder.max_realigned_tokens)
-        self._recorder, self._journal = recorder, recorder.journal
+        self._recorder = recorder
         self._waiting: set[asyncio.Future[BaseException]] = set()
         self._history = History(recorder.renderer)
         self._ended = False
-        # Turns from before a crash, by prompt. An agent that starts again gets the same answers.
-        self._kept: dict[bytes, list[tuple[int, KeptTurn]]] = {}
-        for place, turn in enumerate([] if self._journal is None else self._journal.turns(name)):
-            self.conversation.append(turn.prompt, turn.sampled, **turn.values)
-            self._kept.setdefault(turn.prompt.tobytes(), []).append((place, turn))
 
     async def ask(
         self, request: TurnRequest, *, gone: asyncio.Future[BaseException] | None = None
@@ -162,15 +156,9 @@ class CaptureSession:
         if self._ended:
             raise self._end()
         prompt, options = self._history.prompt(request), self._options(request)
-        if kept := self._kept.get(np.asarray(prompt.ids, np.int64).tobytes()):
-            place, turn = kept.pop(0)
-            ids, finish_reason = turn.sampled.tolist(), turn.values["finish_reason"]
-        else:
-            sampled = await self._sample(prompt.ids, options, gone)
-            ids, finish_reason = [*sampled.token_ids], sampled.finish_reason
-            place = self._append(prompt.ids, ids, sampled)
-        stops = options["stop_token_ids"]
-        return self._answer(request, prompt, place, ids, finish_reason, stops)
+        sampled = await self._sample(prompt.ids, options, gone)
+        self._append(prompt.ids, sampled)
+        return self._answer(request, prompt, sampled, options["stop_token_ids"])
 
     def rollouts(
         self, *, reward: float | None = None, rewards: Mapping[str, float] | None = None
@@ -189,12 +177,11 @@ class CaptureSession:
         self,
         request: TurnRequest,
         prompt: Prompt,
-        place: int,
-        ids: list[int],
-        finish_reason: str,
+        sampled: Sampled,
         stops: Collection[int],
     ) -> TurnAnswer:
-        """Return the agent's view of a turn, and remember it to recognise the ids later."""
+        """Return the agent's view of the last turn, and remember it to recognise the ids later."""
+        ids, place = [*sampled.token_ids], len(self.conversation.turns) - 1
         end = int(ids[-1] in stops)
         text, calls = self._recorder.renderer.parse(ids[: len(ids) - end], calls=request.calls)
         answer = TurnAnswer(
@@ -205,7 +192,7 @@ class CaptureSession:
                 ToolCall(f"t{place:05}{i:03}", name, arguments)
                 for i, (name, arguments) in enumerate(calls)
             ),
-            finish_reason=finish_reason,
+            finish_reason=sampled.finish_reason,
             prompt_tokens=len(prompt.ids),
             completion_tokens=len(ids),
         )
@@ -270,23 +257,21 @@ class CaptureSession:
             raise EngineError("the engine returned an answer without a token")
         return sampled
 
-    def _append(self, prompt: list[int], ids: list[int], sampled: Sampled) -> int:
-        """Record a turn and return its position."""
-        values: dict[str, Any] = {
-            "logprobs": np.asarray(sampled.logprobs, np.float64),
-            "versions": np.asarray(sampled.versions),
-            "finish_reason": sampled.finish_reason,
-            "attachments": _attachments(sampled, len(prompt) + len(ids)),
-        }
+    def _append(self, prompt: list[int], sampled: Sampled) -> None:
+        """Record a turn."""
         try:
-            turn = self.conversation.append(prompt, ids, **values)
+            self.conversation.append(
+                prompt,
+                sampled.token_ids,
+                logprobs=np.asarray(sampled.logprobs, np.float64),
+                versions=np.asarray(sampled.versions),
+                finish_reason=sampled.finish_reason,
+                attachments=_attachments(sampled, len(prompt) + len(sampled.token_ids)),
+            )
         except UsageError as error:
             raise EngineError(
                 f"the engine returned an answer that cannot be recorded: {error}"
             ) from error
-        if self._journal is not None:
-            self._journal.append(self.name, turn, prompt, ids, **values)
-        return len(self.conversation.turns) - 1
 
 
 class Recorder:
@@ -296,7 +281,6 @@ class Recorder:
         generate: the engine, as an async callable (see `Generate`).
         renderer: the converter of messages to ids, such as `adapters.transformers.ChatTemplate`.
         model: the model name that agents see.
-        journal: a journal that writes turns to disk. The recorder does not close the journal.
         max_realigned_tokens: as for `Conversation`.
 
     Attributes:
@@ -310,14 +294,13 @@ class Recorder:
         *,
         model: str = "policy",
         bounds: CaptureBounds | None = None,
-        journal: CaptureJournal | None = None,
         max_realigned_tokens: int = 0,
         clock: Clock | None = None,
     ) -> None:
         self.model, self.url = model, ""
         self.bounds = CaptureBounds() if bounds is None else bounds
         self.clock: Clock = MonotonicClock() if clock is None else clock
-        self.generate, self.renderer, self.journal = generate, renderer, journal
+        self.generate, self.renderer = generate, renderer
         self.max_realigned_tokens = max_realigned_tokens
         self.in_flight: set[asyncio.Future[BaseException]] = set()  # Of all sessions.
         self._sessions: dict[str, CaptureSession] = {}
@@ -331,8 +314,7 @@ class Recorder:
 
         Args:
             prompt_id: the prompt id of the session's rollouts.
-            name: the name of the session, in its URL and in the journal. The default is a random
-                name.
+            name: the name of the session in its URL. The default is a random name.
 
         Raises:
             UsageError: the name contains other characters than letters, digits, "-" and "_", or an
@@ -352,8 +334,6 @@ class Recorder:
         finally:
             session.close()
             self._sessions.pop(name, None)
-            if self.journal is not None:
-                self.journal.leave(name)
 
     def find(self, name: str, key: str) -> CaptureSession | None:
         """Return an open session, or None if the name is unknown or the key is wrong.

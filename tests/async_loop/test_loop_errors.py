@@ -60,6 +60,42 @@ def test_mistakes_in_code_are_not_tried_again(mistake, attempts):
     assert all(type(mistake).__name__ in reason for _, reason in loop.lost)
 
 
+async def _no_rollouts():
+    return []
+
+
+async def _cancels_a_task_of_its_own():
+    waiting = asyncio.get_running_loop().create_future()
+    waiting.cancel()
+    await waiting
+
+
+@pytest.mark.parametrize("timeout_s", [None, HANG_S])
+@pytest.mark.parametrize(
+    ("fails", "reason"),
+    [(_no_rollouts, "has no rollouts"), (_cancels_a_task_of_its_own, "cancelled by its own code")],
+)
+def test_an_answer_that_does_not_come_is_tried_again(fails, reason, timeout_s):
+    async def body(world, loop):
+        generate, failed = world.generate, []
+
+        async def fails_at_first(prompt, *, version):
+            if failed.count(prompt) < (3 if prompt == 1 else 1):
+                failed.append(prompt)
+                return await fails()
+            return await generate(prompt, version=version)
+
+        world.generate = fails_at_first
+        return await collect(world, loop)
+
+    retries = Retries(attempts=3, backoff_s=0.0, give_up_after=9)
+    _, steps = run(body, prompts=range(5), retries=retries, rollout_timeout_s=timeout_s)
+    assert len(steps) == 2
+    ((prompt, why),) = [each for step in steps for each in step.lost]
+    assert prompt == 1
+    assert reason in why
+
+
 def test_fewer_steps_than_were_asked_for_have_a_reason():
     """Prompts 0 to 3 make two steps, 4 fails, 5 is left."""
 

@@ -112,8 +112,10 @@ def test_rollouts_are_what_the_server_said():
         (
             {"choices": [choice(finish_reason="abort", token_ids=[], logprobs=None)]},
             PrimeblocksError,
-            "aborted before its first token. Send the request again",
+            "aborted before its end. Send the request again",
         ),
+        ({"choices": [choice(finish_reason="abort")]}, PrimeblocksError, "aborted before its end"),
+        ({"choices": [choice(finish_reason="error")]}, PrimeblocksError, "aborted before its end"),
         # A server that has no room is well: an EngineError would take it out of a fleet for good.
         ((408, {}), CapacityError, "status 408"),
         ((429, {}), CapacityError, "status 429"),

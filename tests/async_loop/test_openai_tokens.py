@@ -114,7 +114,7 @@ def spans(*each: Any) -> dict[str, Any]:
         (
             {"choices": [token_choice(finish_reason="abort", token_ids=[], logprobs=None)]},
             PrimeblocksError,
-            "aborted before its first token. Send the request again",
+            "aborted before its end. Send the request again",
         ),
         ({"choices": [spans((4, 0, 2))]}, EngineError, "label 4"),
         (

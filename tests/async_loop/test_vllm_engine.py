@@ -258,6 +258,22 @@ def test_a_request_that_fails_does_not_close_a_running_engine(module, cause, err
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_was_cut_is_no_completion(module, reason):
+    async def run():
+        async def generate(*args, **kwargs):
+            ended = SimpleNamespace(index=0, finish_reason=reason, token_ids=[3])
+            yield SimpleNamespace(outputs=[ended], num_cached_tokens=0)
+
+        llm: Any = SimpleNamespace(generate=generate, errored=False)
+        engine = module("engine").VllmEngine(llm, [], MonotonicClock())
+        with pytest.raises(PrimeblocksError, match=f"'{reason}' before the answer was") as raised:
+            await engine.generate(PROMPT, max_tokens=4, timeout_s=HANG_S)
+        assert type(raised.value) is PrimeblocksError
+
+    asyncio.run(run())
+
+
 class Process:
     """A process that runs until it is killed."""
 

@@ -80,6 +80,18 @@ def test_calls_are_read_and_all_else_is_text():
         assert parse(wrong) == (wrong, [])
         assert parse(call + wrong) == (call + wrong, [])
     assert parse(call, calls=False) == (call, [])
+    said = [("add", '{"a": 1, "é": [true]}')]
+    for thought in (f"<think>{call}?</think>", "<think>in <tool_call> tags</think>", "a</think>"):
+        assert parse(f"{thought}So:{call}") == (f"{thought}So:", said)
+    for cut in (f"<think>{call}", f"{call}</think>"):
+        assert parse(cut) == (cut, [])
+    opens = TEMPLATE.replace(
+        '<|im_start|>assistant\\n" }}{%- endif', '<|im_start|>assistant\\n<think>" }}{%- endif'
+    )
+    assert opens != TEMPLATE
+    thinks = ChatTemplate(tokenizer(), chat_template=opens)
+    assert thinks.parse(thinks.encode(call), calls=True) == (call, [])
+    assert thinks.parse(thinks.encode(f"hm</think>{call}"), calls=True) == ("hm</think>", said)
 
 
 def test_a_template_that_alters_an_answer_has_no_addition():

@@ -147,6 +147,18 @@ def test_unpack_is_the_inverse_and_rows_stay_aligned(batch, multiple_of, ranks):
         assert [len(x) for x in packed.split(packed.logprobs)] == [len(x.logprobs) for x in chosen]
 
 
+@given(batch=batches(), multiple_of=st.integers(1, 7))
+def test_a_pack_of_padding_has_rows_of_the_batch(batch, multiple_of):
+    names = {"per_token": ["routes"], "per_completion": ["scores"]}
+    packed = pack(batch, [], multiple_of=multiple_of, **names)
+    whole = pack(batch, range(len(batch)), **names)
+    for name, count in (("routes", multiple_of), ("scores", 0)):
+        rows, others = ((each.per_token | each.per_completion)[name] for each in (packed, whole))
+        assert tuple(rows.shape) == (count, *others.shape[1:])
+        assert rows.dtype == others.dtype
+        assert not rows.any()
+
+
 def test_refusals_say_what_to_do():
     plan = inspect.unwrap(plan_packing)
     sizes = {"ranks": 2, "budget_tokens": 8}

@@ -354,13 +354,13 @@ def _choices_of(text: str, what: str, n: int) -> list[dict[str, Any]]:
     try:
         choices = sorted(json.loads(text)["choices"], key=lambda choice: choice["index"])
         found = [choice["index"] for choice in choices]
-        aborted = any(c.get("finish_reason") == "abort" and not c.get("token_ids") for c in choices)
+        aborted = any(choice.get("finish_reason") in ("abort", "error") for choice in choices)
     except _OTHER as error:
         raise EngineError(f"{what} got a malformed answer: {text[:200]!r}") from error
     if found != list(range(n)):
         raise EngineError(f"{what} asked for {n} choices, but got the indices {found}")
     if aborted:
-        raise PrimeblocksError(f"{what} was aborted before its first token. Send the request again")
+        raise PrimeblocksError(f"{what} was aborted before its end. Send the request again.")
     return choices
 
 

@@ -36,7 +36,7 @@ class ChatTemplate:
 
     Tool calls are read in the format of Qwen and Hermes, `<tool_call>{"name":..., "arguments":
     {...}}</tool_call>`. If a `<tool_call>` element is malformed, the whole answer is returned as
-    text.
+    text. Calls inside `<think>` are text, because they are reasoning.
 
     Args:
         tokenizer: the model's tokenizer. The token that ends an answer must be an added token of
@@ -70,6 +70,8 @@ class ChatTemplate:
                 "added token. For this model, pass a renderer that knows its format."
             )
         self._end_id = ids[0]
+        opened = self._text(said[:1], (), answers=True).rpartition("<think>")
+        self._thinks = bool(opened[1]) and "</think>" not in opened[2]  # Answers begin inside.
         self.stop_token_ids = tuple(dict.fromkeys([self._end_id, *stop_token_ids]))
 
     def render(self, messages: Messages, tools: Messages) -> list[int]:
@@ -98,11 +100,14 @@ class ChatTemplate:
         """Return the text and the tool calls of an answer. See `Renderer.parse`."""
         # Some tokenizers would leave out the space at the beginning of a text.
         text = self._decode([self._end_id, *ids])[len(self._decode([self._end_id])) :]
-        found = [_call(each) for each in _CALL.findall(text)] if calls else []
-        rest = _CALL.sub("", text)
+        thought, closes, said = text.partition("</think>")
+        if not closes and not self._thinks and "<think>" not in text:
+            thought, said = "", text
+        found = [_call(each) for each in _CALL.findall(said)] if calls else []
+        rest = _CALL.sub("", said)
         if not found or None in found or "tool_call>" in rest:  # The rest may be a call cut short.
             return text, []
-        return rest.strip(), [each for each in found if each is not None]
+        return (thought + closes + rest).strip(), [each for each in found if each is not None]
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens that a tokenizer adds around a text."""

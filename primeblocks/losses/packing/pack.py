@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any
@@ -148,7 +148,8 @@ def pack(
         rollouts: the batch.
         indices: the indices of the rollouts to pack, such as a micro-batch of a plan. If
             `indices` is empty, the pack contains only padding, so a rank without rollouts can still
-            take part in collectives.
+            take part in collectives. Attachments then have the dtype and the row shape of the
+            first rollout of the batch.
         per_token: names of attachments with a row per token. The attachments are arrays, tensors or
             `Aligned.rows`. If `Aligned.rows` lack the row of the last token, the last token gets
             zeros. For routes, where 0 is an expert, join `Routes` with `Routes.with_missing`.
@@ -178,7 +179,6 @@ def pack(
     total = max(-(-sum(lengths) // multiple_of), 1) * multiple_of
     padding = total - sum(lengths)
     segments = [*lengths, padding] if padding else lengths
-    sampled = [len(rollout.logprobs) for rollout in chosen]
     named = {*per_token, *per_completion}
     return Pack(
         indices=tuple(int(i) for i in indices),
@@ -190,8 +190,8 @@ def pack(
         logprobs=_joined([rollout.logprobs for rollout in chosen], np.float64),
         versions=_joined([rollout.versions for rollout in chosen], np.int64),
         loss_mask=_joined([rollout.loss_mask for rollout in chosen], np.bool_),
-        per_token=_attached(chosen, per_token, lengths, padding),
-        per_completion=_attached(chosen, per_completion, sampled, 0),
+        per_token=_attached(rollouts, chosen, per_token, lambda each: len(each.tokens), padding),
+        per_completion=_attached(rollouts, chosen, per_completion, lambda x: len(x.logprobs), 0),
         others=tuple(_others(rollout, named) for rollout in chosen),
     )
 
@@ -264,14 +264,18 @@ def _joined(parts: Sequence[NDArray], dtype: Any, padding: int = 0) -> NDArray:
 
 
 def _attached(
-    rollouts: Sequence[Rollout], names: Sequence[str], rows: Sequence[int], padding: int
+    batch: Sequence[Rollout],
+    chosen: Sequence[Rollout],
+    names: Sequence[str],
+    rows: Callable[[Rollout], int],
+    padding: int,
 ) -> Mapping[str, Any]:
-    if not rollouts:
-        return MappingProxyType({})
+    shapes = chosen or batch[:1]  # Padding has the dtype and the row shape of the batch.
     found: dict[str, Any] = {}
-    for name in names:
+    for name in names if shapes else ():
         parts: list[Any] = []
-        for rollout, count in zip(rollouts, rows, strict=True):
+        for rollout in shapes:
+            count = rows(rollout)
             if name not in rollout.attachments:
                 raise UsageError(
                     f"a rollout of prompt {rollout.prompt_id!r} has no attachment {name!r}; it has "
@@ -296,7 +300,8 @@ def _attached(
             )
         shape = (padding, *parts[0].shape[1:])
         if isinstance(parts[0], torch.Tensor):
-            found[name] = torch.cat([*parts, parts[0].new_zeros(shape)])
+            found[name] = torch.cat([*parts[: len(chosen)], parts[0].new_zeros(shape)])
         else:
-            found[name] = np.concatenate([*parts, np.zeros(shape, parts[0].dtype)])
+            ends = np.zeros(shape, parts[0].dtype)
+            found[name] = np.concatenate([*parts[: len(chosen)], ends])
     return MappingProxyType(found)
