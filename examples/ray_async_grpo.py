@@ -104,7 +104,7 @@ class TrainerRank:
         )
 
 
-@ray.remote
+@ray.remote(max_concurrency=MAX_IN_FLIGHT + 8)  # By default 1,000 calls. Later ones wait.
 class Engine:
     """A Ray actor that runs a vLLM engine, which reads weights from the trainer ranks."""
 
@@ -257,7 +257,14 @@ class Serving:
         print(f"{name} is replaced: {str(error).splitlines()[0]}", flush=True)
         self.fleet.drain(name)
         ray.kill(self.seats[name].actor)  # The actor may outlive its engine's process.
-        self._replacing[name] = asyncio.create_task(self._start(name))
+        self._replacing[name] = asyncio.create_task(self._start_again(name))
+
+    async def _start_again(self, name: str) -> None:
+        try:
+            await self._start(name)
+        except Exception as error:
+            print(f"{name} could not be replaced: {error}", flush=True)
+            raise
 
 
 class Run:

@@ -75,6 +75,12 @@ def loss_of(model: Speller, groups: tuple[Group, ...]) -> Tensor:
     return losses.normalisation.divide(loss, by="tokens") * WORDS * LENGTH
 
 
+def learn(model: Speller, optimizer: torch.optim.Optimizer, groups: tuple[Group, ...]) -> None:
+    optimizer.zero_grad()
+    loss_of(model, groups).backward()
+    optimizer.step()
+
+
 async def train(folder: str, address: str) -> None:
     model = Speller()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -90,10 +96,9 @@ async def train(folder: str, address: str) -> None:
                 groups = await buffer.take(
                     BATCH, version=version, timeout_s=TIMEOUT_S, on_drop=receiver.settle
                 )
-                optimizer.zero_grad()
-                loss_of(model, groups).backward()
-                optimizer.step()
-                publisher.publish(version + 1, timeout_s=TIMEOUT_S)
+                # In threads, because the receiver answers the engines in the event loop.
+                await asyncio.to_thread(learn, model, optimizer, groups)
+                await asyncio.to_thread(publisher.publish, version + 1, timeout_s=TIMEOUT_S)
                 receiver.settle(*groups)  # The engines delete their copies.
                 trained |= {group.ordinal for group in groups}
                 rewards = [rollout.reward for group in groups for rollout in group.rollouts]

@@ -80,6 +80,12 @@ class Episodes:
         self.questions, self.template, self.calculator = questions, template, calculator
         self.max_turns, self.max_tokens, self.max_length = max_turns, max_tokens, max_length
         self.engine: VllmEngine | None = None
+        call = {"name": TOOL["function"]["name"], "arguments": {"expression": "1 + 1"}}
+        asked = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "So:"}]
+        asked[1]["tool_calls"] = [{"type": "function", "function": call}]
+        result, last_id = {"role": "tool", "content": "2"}, template.stop_token_ids[0]
+        if template.go_on(asked, [result], [TOOL], last_id=last_id) is None:
+            sys.exit("This chat template rewrites earlier answers. Choose another checkpoint.")
 
     async def one(
         self,
@@ -161,8 +167,8 @@ class Episodes:
             before = [*messages, {"role": "assistant", "content": text, "tool_calls": said_so}]
             added = [{"role": "tool", "content": result} for result in results]
             more = self.template.go_on(before, added, tools, last_id=ids[-1])
-            if more is None:
-                sys.exit("This chat template rewrites earlier answers. Choose another checkpoint.")
+            if more is None:  # The template rewrites this answer, for instance with two </think>.
+                break
             messages, prompt = [*before, *added], [*prompt, *ids, *more]
         score = self.questions.score(index, answer)
         (rollout,) = conversation.rollouts(prompt_id=index, reward=score)
