@@ -239,16 +239,18 @@ class Feeder:
             options["sample"] = sample
         if self._ledger is not None:
             options["draft"] = Draft(job.ordinal, job.partials, self._ledger.sampled)
-        what = f"the rollout of prompt {job.ordinal}"
-        timeout_s = float("inf") if self._rollout_timeout_s is None else self._rollout_timeout_s
+        what, timeout_s = f"the rollout of prompt {job.ordinal}", self._rollout_timeout_s
         call = self._generate(job.prompt, **options)
         try:
-            answer = await within(call, timeout_s=timeout_s, clock=self._clock, what=what)
+            if timeout_s is None:
+                answer = await call
+            else:
+                answer = await within(call, timeout_s=timeout_s, clock=self._clock, what=what)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # Clients of tools leak the cancellation of a task of their own.
+            # Nobody cancelled this task. Clients of tools leak cancellations of their own tasks.
             raise PrimeblocksError(f"{what} was cancelled by its own code") from error
         if isinstance(answer, Sized) and not len(answer):
             raise PrimeblocksError(f"{what} has no rollouts")
