@@ -210,7 +210,9 @@ def test_a_label_that_is_no_version_is_refused(label):
 
     span = SimpleNamespace(version=label, start=0, end=1)
     logprobs = [{3: SimpleNamespace(logprob=-1.0)}]
-    output = SimpleNamespace(token_ids=[3], logprobs=logprobs, weight_versions=[span])
+    output = SimpleNamespace(
+        token_ids=[3], logprobs=logprobs, weight_versions=[span], finish_reason="stop"
+    )
     with pytest.raises(EngineError, match="a policy version must be an integer"):
         completion_of((1,), output, num_cached_tokens=0)
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....errors import EngineError
+from ....errors import EngineError, PrimeblocksError
 from ....rollout import Rollout, version_of, versions_from_spans
 
 __all__ = ["Completion", "completion_of"]
@@ -76,7 +76,14 @@ def completion_of(
 
     Raises:
         EngineError: the label of the engine's weights is not a version.
+        PrimeblocksError: the engine cut the output, with "abort" or "error". Send the request
+            again.
     """
+    if output.finish_reason in ("abort", "error"):
+        raise PrimeblocksError(
+            f"the engine ended the request with {output.finish_reason!r} before the answer was "
+            "complete. Send the request again."
+        )
     tokens = tuple(output.token_ids)
     if version is None:
         versions = _base_versions(output, length=len(tokens))

@@ -210,8 +210,7 @@ class VllmEngine:
             DeadlineError: no answer within `timeout_s`, for instance because the engine hangs.
             EngineError: the engine died before or during the request, or the label of the engine's
                 weights is not a version.
-            PrimeblocksError: the request failed or was aborted in the engine, which serves other
-                requests. Send the request again.
+            PrimeblocksError: the request failed or was aborted in the engine. Send it again.
             UsageError: vLLM refused the request, for instance because the engine lacks the adapter.
                 UsageError is also raised if only one of `lora_request` and `adapter_version` is
                 given, or the adapter has `load_inplace`.
@@ -239,11 +238,6 @@ class VllmEngine:
         asked = self._last_output(inputs, settings, name, lora_request)
         output = await self.call(asked, timeout_s=timeout_s)
         outputs = sorted(output.outputs, key=lambda one: one.index)
-        if ends := {one.finish_reason for one in outputs} & {"abort", "error"}:
-            raise PrimeblocksError(
-                f"the engine ended the request with {ends.pop()!r} before the answer was complete. "
-                "Send the request again."
-            )
         cached = output.num_cached_tokens or 0
         return tuple(
             completion_of(tokens, one, num_cached_tokens=cached, version=version) for one in outputs
