@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
-from numbers import Integral
+from dataclasses import asdict, dataclass, field
 from weakref import WeakSet
 
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..errors import PlanError
+from ..errors import PlanError, check_counts
 from ..groups import agreed
 
 __all__ = ["MeshPlan", "Meshes", "check_meshes", "on_device", "plan_mesh"]
@@ -165,10 +164,7 @@ def plan_mesh(
         PlanError: a degree is below 1, or does not divide the number of ranks that it splits.
     """
     plan = MeshPlan(world_size=world_size, replicate=replicate, context=context, expert=expert)
-    for degree in fields(plan):
-        value = getattr(plan, degree.name)
-        if not isinstance(value, Integral) or value < 1:
-            raise PlanError(f"{degree.name} must be at least 1; got {value!r}.")
+    check_counts(**asdict(plan))
     _check_divides("replicate", replicate, "world_size", world_size)
     _check_divides("context", context, "world_size / replicate", plan.fsdp)
     _check_divides("expert", expert, "world_size / replicate", plan.fsdp)

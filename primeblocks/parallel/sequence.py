@@ -19,7 +19,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from ..errors import PlanError, ShapeError, UnsupportedError
+from ..errors import PlanError, ShapeError, UnsupportedError, check_counts
 from ..groups import agreed, all_to_all_rows, check_group, check_tensors, facts_of, outside_graphs
 from .ancestry import Ancestry
 from .orders import costs_before, merge_pieces, pieces_in_order
@@ -365,23 +365,16 @@ def plan_sequence(
 
     Source: arXiv:2407.21783 (zigzag); Graham 1969 (longest processing time first).
     """
+    check_counts(ranks=ranks, chunk_tokens=chunk_tokens)
     given: Any = document_lengths
     given = given.tolist() if isinstance(given, Tensor | np.ndarray) else given
-    whole = isinstance(given, Sequence) and all(
-        isinstance(n, Integral) for n in (*given, ranks, chunk_tokens)
-    )
-    if not whole or not (cost is None or callable(cost)):
+    whole = isinstance(given, Sequence) and all(isinstance(n, Integral) for n in given)
+    if not whole or min(given, default=0) < 0 or not (cost is None or callable(cost)):
         raise PlanError(
-            "plan_sequence needs a list of document lengths, ranks and chunk_tokens, all whole "
-            f"numbers, and a callable cost or None; got {given!r:.80}, ranks={ranks!r}, "
-            f"chunk_tokens={chunk_tokens!r}, cost={cost!r}."
+            "plan_sequence needs a list of document lengths, whole numbers from 0 up, and a "
+            f"callable cost or None; got {given!r:.80}, cost={cost!r}."
         )
     lengths = tuple(int(length) for length in given)
-    if ranks < 1 or chunk_tokens < 1 or min(lengths, default=0) < 0:
-        raise PlanError(
-            f"plan_sequence needs ranks >= 1, chunk_tokens >= 1 and lengths >= 0; "
-            f"got ranks={ranks}, chunk_tokens={chunk_tokens}, lengths={list(lengths)}."
-        )
     tree = Ancestry.of(lengths, parents)
     paid = costs_before(tree.depths, cost)
     pieces = pieces_in_order(order, paid, int(ranks), int(chunk_tokens))

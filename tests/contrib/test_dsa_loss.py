@@ -232,7 +232,7 @@ def _refusals():
         (ShapeError, "this rank 5 tokens", {"q": part["q"][:4]}),
         (
             ShapeError,
-            "do not fit each other",
+            "an indexer's q must be",
             {"indexer": _indexer(part | {"weights": part["q"][0]})},
         ),
         (ShapeError, "of torch.int32", {"indices": good["indices"].long()}),

@@ -321,5 +321,5 @@ def test_what_no_rank_may_pass_is_refused(one_rank):
             dsa.sparse_attention(drawn["q"], drawn["kv"], indices, **where)
     with pytest.raises(PlanError, match="needs columns"):
         dsa.Rows((0, 0), (0, 3))
-    with pytest.raises(PlanError, match="needs k >= 1"):
+    with pytest.raises(PlanError, match="k must be at least 1; got 0"):
         dsa.TopK(0)

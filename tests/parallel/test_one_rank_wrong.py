@@ -285,8 +285,8 @@ TOLD = {
     "sparse": _SPARSE | {"indices: less in dim 1": r"ShapeError: .*\[5, 1, k\] of torch.int32"},
     "dsa": _SPARSE
     | {
-        "index_k: less in dim 0": "ShapeError: the indexer's .* do not fit each other",
-        "index_q: no dims": "ShapeError: an indexer needs q",
+        "index_k: less in dim 0": "ShapeError: the indexer's .* do not fit this rank's 5 tokens",
+        "index_q: no dims": "ShapeError: an indexer's q must be",
         "index_q: torch.float64": "ShapeError: .* one dtype and one device",
         "weights: integers": "ShapeError: .* must be floating point",
     },

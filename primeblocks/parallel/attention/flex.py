@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from ...errors import PlanError, UnsupportedError
+from ...errors import UnsupportedError, check_counts
 from ..sequence import SequencePlan, kept_on_plan
 from .kernel import Hop, seen_rows
 
@@ -70,8 +70,7 @@ class FlexKernel:
         compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        if tile_tokens < 1:
-            raise PlanError(f"tile_tokens must be at least 1; got {tile_tokens}.")
+        check_counts(tile_tokens=tile_tokens)
         older = TorchVersion(torch.__version__) < TorchVersion(_BACKWARD_ALONE)
         self.tile_tokens = tile_tokens
         self.recompute = older if recompute is None else recompute

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from ....errors import PlanError, ShapeError
+from ....errors import ShapeError, check_counts
 from ....groups import check_tensors
 from ...sequence import SequencePlan
 from ..kernel import accumulator_dtype
@@ -70,7 +70,7 @@ class IndexScores(Protocol):
 
 
 def check_scored(q: Tensor, k: Tensor, weights: Tensor) -> str:
-    """Raise ShapeError if operands of `IndexScores` do not fit, or return their shapes. Local."""
+    """Raise ShapeError if an indexer's operands do not fit each other, or return their shapes."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, weights {tuple(weights.shape)}"
     if not (
         (q.ndim, k.ndim, weights.ndim) == (3, 2, 2)
@@ -78,8 +78,8 @@ def check_scored(q: Tensor, k: Tensor, weights: Tensor) -> str:
         and q.shape[2] == k.shape[1]
     ):
         raise ShapeError(
-            "q must be [queries, index_heads, index_dim], k [candidates, index_dim] and weights "
-            f"[queries, index_heads]; got {shapes}."
+            "an indexer's q must be [queries, index_heads, index_dim], k [candidates, index_dim] "
+            f"and weights [queries, index_heads]; got {shapes}."
         )
     return shapes
 
@@ -119,8 +119,7 @@ class TopK:
     chunk_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
-        if self.k < 1 or self.chunk_bytes < 1:
-            raise PlanError(f"TopK needs k >= 1 and chunk_bytes >= 1; got {self}.")
+        check_counts(k=self.k, chunk_bytes=self.chunk_bytes)
 
     def select(
         self,
@@ -334,17 +333,9 @@ def check_indexer(indexer: IndexerInputs, tokens: int) -> None:
     """Refuse operands that do not fit each other or this rank's number of tokens. Local."""
     q, k, weights = indexer
     check_tensors(index_q=q, index_k=k, index_weights=weights)
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, weights {tuple(weights.shape)}"
-    if not (q.ndim == 3 and k.ndim == weights.ndim == 2):
-        raise ShapeError(
-            "an indexer needs q [tokens, index_heads, index_dim], k [tokens, index_dim] and "
-            f"weights [tokens, index_heads]; got {shapes}."
-        )
-    fit = q.shape[0] == k.shape[0] == weights.shape[0] == tokens
-    if not fit or q.shape[2] != k.shape[1] or q.shape[1] != weights.shape[1]:
-        raise ShapeError(
-            f"the indexer's {shapes} do not fit each other, or this rank's {tokens} tokens."
-        )
+    shapes = check_scored(q, k, weights)
+    if not len(q) == len(k) == tokens:
+        raise ShapeError(f"the indexer's {shapes} do not fit this rank's {tokens} tokens.")
     for name, x in (("q", q), ("k", k), ("weights", weights)):
         if not x.is_floating_point():
             raise ShapeError(f"the indexer's {name} must be floating point; got {x.dtype}.")
