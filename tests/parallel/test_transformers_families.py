@@ -147,11 +147,18 @@ def _compare(family, cases):
 
 
 def _cases(family, world_size):
-    """Degrees, order of tokens, attention, once-per-rank dispatch, checkpointing."""
-    shared = family not in NO_EXPERTS
+    """Degrees, order of tokens, attention, once-per-rank dispatch, checkpointing.
+
+    On two ranks the first case splits sequences and experts; families take turns in the rest.
+    """
+    shared, turn = family not in NO_EXPERTS, FAMILIES.index(family) % 2 == 1
     ring, ulysses = (None, None) if family in INDEXED else ("ring", "ulysses")
     if world_size == 2:
+        both = {"context": 2, "expert": 2 if shared else 1}
         return [
+            (both, "zigzag", ulysses, True, False)
+            if turn
+            else (both, "balanced", ring, False, True),
             ({"context": 2}, "zigzag", ring, False, False),
             ({"expert": 2 if shared else 1}, "contiguous", None, shared, False),
         ]
@@ -171,19 +178,21 @@ def _assert_equal_one_rank(cases, world_size):
                 assert max(errors.values()) < 1e-12, (family, by_case)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("part", range(5))
-def test_a_family_equals_one_rank(part, world_size, full):
-    cases = {family: _cases(family, world_size) for family in FAMILIES[part::5]}
-    if not full:  # Families take turns.
-        for family, both in cases.items():
-            cases[family] = [both[FAMILIES.index(family) % 2]]
+def test_a_family_equals_one_rank(part, full):
+    cases = {family: _cases(family, 2) for family in FAMILIES[part::5]}
+    _assert_equal_one_rank(cases if full else {name: of[:1] for name, of in cases.items()}, 2)
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_more_ranks_equal_one(world_size, full):
+    """Latents, indices, sinks and states."""
+    kinds = ["deepseek_v3", "glm_moe_dsa", "gpt_oss", "qwen3_5_moe"]
+    families = FAMILIES if full and world_size == 4 else kinds[-2:] if world_size == 3 else kinds
+    cases = {family: _cases(family, world_size) for family in families}
+    if not full:
+        cases = {name: [of[at % len(of)]] for at, (name, of) in enumerate(cases.items())}
     _assert_equal_one_rank(cases, world_size)
-
-
-def test_three_ranks_equal_one():
-    families = ["deepseek_v3", "glm_moe_dsa", "gpt_oss", "qwen3_5_moe"]
-    _assert_equal_one_rank({family: _cases(family, 3) for family in families}, 3)
 
 
 def _with_kernel(family, attention):
@@ -196,9 +205,7 @@ def _with_kernel(family, attention):
 
 def test_a_model_may_be_given_a_kernel():
     """Of 2 layers that run twice: each hop is a call, rank 0 sees no keys of rank 1."""
-    cases = [
-        (f, a) for f in ("deepseek_v3", "gpt_oss") for a in ("ring, kernel", "ulysses, kernel")
-    ]
+    cases = [("deepseek_v3", "ring, kernel"), ("gpt_oss", "ulysses, kernel")]
     for rank, found in enumerate(ranks.run(each, _with_kernel, cases)):
         for case, (error, calls) in zip(cases, found, strict=True):
             hops = 1 + rank if case[1].startswith("ring") else 1
