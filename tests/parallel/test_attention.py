@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from primeblocks.parallel.attention import (
     ring_attention,
     ulysses_attention,
 )
-from primeblocks.parallel.attention.rectangles import FusedRectangle
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
 from tests.parallel.bodies import in_turns
@@ -75,24 +73,24 @@ def _columns(x):
     return x.transpose(0, 2).contiguous().transpose(0, 2)
 
 
-def _split(jobs, group=None, lie=torch.Tensor.contiguous):
+def _split(jobs, group=None):
     """By job and name: this rank's output and gradients, of sinks last, or why it is refused."""
     group = dist.group.WORLD if group is None else group
-    return [{name: _one(job, name, group, lie) for name in job.names} for job in jobs]
+    return [{name: _one(job, name, group) for name in job.names} for job in jobs]
 
 
-def _one(job, name, group, lie):
+def _one(job, name, group):
     plan = job.plan(group.size())
     own = plan.indices(group.rank())
     *qkv, sinks = _inputs(plan.tokens, job.heads, dtype=job.dtype)
-    leaves = [lie(x[own]).requires_grad_() for x in qkv]
+    leaves = [x[own].requires_grad_() for x in qkv]
     sinks = sinks.requires_grad_() if job.sinks else None
     rules = {"sequence": plan, "group": group, "sinks": sinks, "kernel": KERNELS[job.kernel]}
     try:
         out = ATTENTIONS[name](*leaves, **rules, **job.rules)
     except UnsupportedError as error:
         return str(error)
-    out.backward(lie(_cotangent(plan.tokens, job.heads)[own].to(job.dtype)))
+    out.backward(_cotangent(plan.tokens, job.heads)[own].to(job.dtype))
     grads = [leaf.grad for leaf in leaves]
     if job.sinks:
         dist.all_reduce(sinks.grad, group=group)
@@ -286,39 +284,36 @@ def test_groups_inside_the_world():
 STRIDED = Job(PACKINGS[1], "zigzag", HEADS[1])
 
 
-def _strided():
-    """Numbers of a head that are far apart, in queries, keys, values and gradients."""
-    lie, inner = [], FusedRectangle.backward
+class _Contiguous:
+    """A kernel that sees that gradients are contiguous, as kernels for GPUs ask for."""
 
-    def backward(kernel, grad, *more):
-        lie.append(grad.is_contiguous())  # As kernels for GPUs ask for; this one copes.
-        return inner(kernel, grad, *more)
+    def __init__(self, kernel):
+        self.kernel, self.forward = kernel, kernel.forward
 
-    with mock.patch.object(FusedRectangle, "backward", backward):
-        found = _split([STRIDED], lie=_columns)
-    assert all(lie)
-    return found[0]
-
-
-def test_any_strides():
-    _assert_equal_whole(ranks.run(_strided), STRIDED)
+    def backward(self, grad, *tensors, hop):
+        assert grad.is_contiguous()
+        return self.kernel.backward(grad, *tensors, hop=hop)
 
 
 def _strided_in_turn():
-    """On one rank, where nothing is copied in order to travel."""
+    """Numbers of a head that are far apart, in queries, keys, values and gradients.
+
+    On one rank, where nothing is copied in order to travel.
+    """
     plan, found = STRIDED.plan(1), []
     qkv = _inputs(plan.tokens, STRIDED.heads)[:3]
-    for kernel in KERNELS.values():
+    rules = {"sequence": plan, "group": dist.group.WORLD}
+    for kernel in map(_Contiguous, KERNELS.values()):
         for strided in range(3):
             leaves = [(_columns(x) if at == strided else x).detach() for at, x in enumerate(qkv)]
             leaves = [x.requires_grad_() for x in leaves]
-            out = ring_attention(*leaves, sequence=plan, group=dist.group.WORLD, kernel=kernel)
+            out = ring_attention(*leaves, kernel=kernel, **rules)
             out.backward(_columns(_cotangent(plan.tokens, STRIDED.heads)))
             found.append([out.detach(), *(x.grad for x in leaves)])
     return found
 
 
-def test_strides_of_each_on_one_rank():
+def test_any_strides():
     for results in ranks.run(_strided_in_turn, world_size=1)[0]:
         assert_close_float64(results, _whole(STRIDED))
 

@@ -19,6 +19,7 @@ from primeblocks.parallel.attention import AttentionSpec, FlexKernel, RectangleK
 from primeblocks.parallel.attention.flex import _NAMES, tile_lists
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_close_float64
+from tests.parallel.bodies import each
 from tests.parallel.test_attention import HEADS, ORDERS, _cotangent, _inputs
 
 CPU = torch.device("cpu")
@@ -116,20 +117,25 @@ def test_wrong_arguments_are_refused():
         FlexKernel(tile_tokens=0)
 
 
-def _compiled():
-    """Count compilations, traced as for a GPU and computed densely, of six plans."""
+# Documents, and those that they continue.
+FORKED = [5, 4, 1, 6, 0, 3, 1, 7], [-1, 0, 1, 1, 0, 4, 0, -1]
+
+
+def _compiled(parents):
+    """Count compilations, traced as for a GPU and computed densely, of five plans."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = partial(torch.compile, backend=counter, fullgraph=True)
     kernel, heads = FlexKernel(tile_tokens=4, recompute=False, compile=compiled), (4, 2, 8, 6)
-    for tokens in range(20, 44, 4):
-        lengths = [tokens // 3, tokens - tokens // 3]
-        rules = {"window": 9 if tokens % 8 else None}
-        (hop,) = _hops(lengths, 1, "contiguous", **rules)
-        qkv, grad = _inputs(tokens, heads)[:3], _cotangent(tokens, heads)
+    for more in range(5):
+        lengths, rules = [*FORKED[0], 4 * more], {"window": 9 if more % 2 else None}
+        tree = None if parents is None else [*parents, -1]
+        plan = plan_sequence(lengths, ranks=1, order="contiguous", parents=tree)
+        hop = AttentionSpec(plan, causal=True, scale=1.0, **rules).hop(0, 0)
+        qkv, grad = _inputs(plan.tokens, heads)[:3], _cotangent(plan.tokens, heads)
         out, lse = kernel.forward(*qkv, hop=hop)
         found = [out, *kernel.backward(grad, *qkv, out, lse, hop=hop)]
         leaves = [x.clone().requires_grad_() for x in qkv]
-        right = reference.attention(*leaves, lengths, scale=1.0, **rules)
+        right = reference.attention(*leaves, lengths, scale=1.0, parents=tree, **rules)
         right.backward(grad)
         assert_close_float64(found, [right.detach(), *(x.grad for x in leaves)])
     return counter.frame_count
@@ -137,14 +143,13 @@ def _compiled():
 
 def test_few_compilations_serve_every_plan():
     """Two of forward, two of backward: the first plan, and all others."""
-    (count,) = ranks.run(_compiled, world_size=1)
-    assert 2 <= count <= 4
+    (counts,) = ranks.run(each, _compiled, [(None,), (FORKED[1],)], world_size=1)
+    assert all(2 <= count <= 4 for count in counts)
 
 
-@pytest.mark.parametrize(("tokens", "rank"), [(2048, 0), (131_072, 7)])
-def test_one_launch_a_hop(tokens, rank):
-    """At most 200 launches a layer on 8 ranks, forward and backward, whatever the length."""
-    plan = plan_sequence([tokens], ranks=8)
+def test_one_launch_a_hop():
+    """At most 200 launches a layer on 8 ranks, forward and backward."""
+    plan, rank = plan_sequence([131_072], ranks=8), 7
     forward, backward = launches.count(plan, rank, FlexKernel(recompute=False))
     assert forward.operators["flex_attention"] == backward.operators["flex_attention_backward"] == 8
     # Besides: five a merge, one cast, one change of logarithms a hop.

@@ -116,7 +116,6 @@ def _train(degrees, sizes):
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
-        (2, [({"expert": 2}, {})]),
         (3, [({"expert": 3}, {"experts": 6}), ({}, {"experts": 2})]),
         (
             4,

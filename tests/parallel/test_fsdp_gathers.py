@@ -12,7 +12,7 @@ from primeblocks.errors import PlanError, UsageError
 from primeblocks.parallel import check_optimizer, clip_grad_norm_, fully_shard_moe
 from primeblocks.parallel.experts import AllToAllDispatcher, GroupedExperts, LocalDispatcher
 from primeblocks.testing import ranks
-from tests.parallel.bodies import meshes_of
+from tests.parallel.bodies import each, meshes_of
 from tests.parallel.test_fsdp import Model as WithExperts
 from tests.parallel.test_fsdp import _backward, _error, _pair
 
@@ -89,28 +89,20 @@ def _padded(parameters):
     return sum(-(-p.shape[0] // 4) * 4 * p[:1].numel() for p in parameters)
 
 
-def test_the_next_layer_is_gathered_before_this_ones_tokens_travel():
+def _both_exchanges():
+    return _exchanges(), _exchanges(reshard_after_forward=False)
+
+
+def test_layers_are_gathered_before_tokens_travel_or_kept_for_backward():
     """The host waits for the counts of tokens: what is gathered after it would start late."""
-    for forward, backward in ranks.run(_exchanges, world_size=4):
+    for freed, kept in ranks.run(_both_exchanges, world_size=4):
         # Runs of exchanges without a gather between them are one.
-        assert forward == [
-            "other", 0, 1, "experts 1", "experts 0", "tokens",
-            2, "experts 2", "tokens",
-        ]  # fmt: skip
-        assert backward == [
-            2, 1, "experts 1", "experts 2", "tokens",
-            0, "experts 0", "tokens",
-        ]  # fmt: skip
-
-
-def test_gathered_weights_may_be_kept_for_backward():
-    for forward, backward in ranks.run(_exchanges_kept, world_size=4):
-        assert sum(x != "tokens" for x in forward) == 1 + 2 * LAYERS
-        assert set(backward) <= {"tokens", "other"}
-
-
-def _exchanges_kept():
-    return _exchanges(reshard_after_forward=False)
+        assert freed == (
+            ["other", 0, 1, "experts 1", "experts 0", "tokens", 2, "experts 2", "tokens"],
+            [2, 1, "experts 1", "experts 2", "tokens", 0, "experts 0", "tokens"],
+        )
+        assert sum(x != "tokens" for x in kept[0]) == 1 + 2 * LAYERS
+        assert set(kept[1]) <= {"tokens", "other"}
 
 
 def _offloaded():
@@ -177,38 +169,27 @@ def test_gathered_parameters_are_freed_before_an_optimizer_is_compared_and_gradi
     ranks.run(_after_a_forward_alone, world_size=4)
 
 
-def _after_an_error():
+def _after_an_error(new):
     model, whole, meshes = _pair({"expert": 2}, {})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     _backward(model, whole, meshes)
     with pytest.raises(UsageError, match="finite"):
         model(torch.full((3, 6), torch.nan, dtype=torch.float64))
-    if hasattr(FSDPModule, "reset_iter_state"):
+    with pytest.MonkeyPatch.context() as patch:
+        if not new:  # As in torch before 2.13.
+            patch.delattr(FSDPModule, "reset_iter_state", raising=False)
+        new = hasattr(FSDPModule, "reset_iter_state")
         clip_grad_norm_(model.parameters(), 0.1, meshes=meshes)
-        nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    assert _error(model, whole, lambda p: p.grad) < 1e-12
+    if new:
         optimizer.step()
         torch.optim.SGD(whole.parameters(), lr=1.0).step()
         torch.testing.assert_close(_forward(model), _forward(whole))
 
 
-def _after_an_error_with_old_torch():
-    model, whole, meshes = _pair({"expert": 2}, {})
-    _backward(model, whole, meshes)
-    with pytest.raises(UsageError, match="finite"):
-        model(torch.full((3, 6), torch.nan, dtype=torch.float64))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(FSDPModule, "reset_iter_state", raising=False)
-        clip_grad_norm_(model.parameters(), 0.1, meshes=meshes)
-    nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
-    assert _error(model, whole, lambda p: p.grad) < 1e-12
-
-
-def test_gradients_are_clipped_after_an_error_with_torch_before_213():
-    ranks.run(_after_an_error_with_old_torch, world_size=4)
-
-
-def test_after_an_error_a_forward_uses_the_new_weights():
-    ranks.run(_after_an_error, world_size=4)
+def test_after_an_error_gradients_are_clipped_and_a_forward_uses_the_new_weights():
+    ranks.run(each, _after_an_error, [(True,), (False,)], world_size=4)
 
 
 class Raises(torch.autograd.Function):
@@ -240,9 +221,8 @@ def _after_an_error_of_a_backward(first):
         assert _error(model, whole, lambda p: p.grad) < 1e-12
 
 
-@pytest.mark.parametrize("first", ["clip", "check"])
-def test_after_an_error_of_a_backward_no_gradient_of_it_is_left(first):
-    ranks.run(_after_an_error_of_a_backward, first, world_size=4)
+def test_after_an_error_of_a_backward_no_gradient_of_it_is_left():
+    ranks.run(each, _after_an_error_of_a_backward, [("clip",), ("check",)], world_size=4)
 
 
 def _parameters_listed_first(kept):
@@ -258,6 +238,5 @@ def _parameters_listed_first(kept):
     torch.testing.assert_close(_forward(model), _forward(whole))
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_forward_before_the_step_does_not_keep_old_weights(kept):
-    ranks.run(_parameters_listed_first, kept, world_size=4)
+def test_a_forward_before_the_step_does_not_keep_old_weights():
+    ranks.run(each, _parameters_listed_first, [(False,), (True,)], world_size=4)

@@ -216,6 +216,6 @@ def _trained(phases):
 
 
 def test_on_gloo_nothing_is_freed_and_training_goes_on():
-    for (freed, weight), (_, same) in ranks.run(each, _trained, [(True,), (False,)], world_size=3):
+    for (freed, weight), (_, same) in ranks.run(each, _trained, [(True,), (False,)]):
         assert freed == 3 * [{"groups": 0}]
         assert weight == same

@@ -91,7 +91,7 @@ def test_equal_to_one_rank(world_size, full):
         for name in ATTENTIONS for lengths in PACKINGS for order in ORDERS
         for causal in (True, False) if lengths != [0] or order == "zigzag"
     ]  # fmt: skip
-    _assert_equal_one_rank(in_turns(jobs, world_size, full, step=3), world_size)
+    _assert_equal_one_rank(in_turns(jobs, world_size, full, step=7), world_size)
 
 
 @settings(max_examples=settings().max_examples // 30)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from primeblocks.parallel.linear import (
     state_space,
 )
 from primeblocks.testing import ranks
+from tests.parallel.bodies import each, meshes_of
 
 # One document lies on both ranks: every call has something to exchange.
 PLAN = plan_sequence([7, 3], ranks=2, order="contiguous")
@@ -81,11 +83,14 @@ def _drawn(*shape: int, grad: bool = False) -> Tensor:
     return torch.randn(*shape, generator=generator).requires_grad_(grad)
 
 
+_meshes = cache(meshes_of)
+
+
 def _calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """By name: a collective call and what this rank passes to it. Tensors lead."""
     group, rank = dist.group.WORLD, dist.get_rank()
     tokens = PLAN.counts[rank]
-    meshes = plan_mesh(world_size=2).build("cpu")
+    meshes = _meshes()
     where = {"sequence": PLAN, "group": group}
     heads = {"q": _drawn(tokens, 4, 8, grad=True), "k": _drawn(tokens, 2, 8, grad=True)}
     heads |= {"v": _drawn(tokens, 2, 8, grad=True), "sinks": _drawn(4)}
@@ -216,6 +221,11 @@ def _mistakes_of_all(right: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any
         tokens = PLAN.counts[dist.get_rank()]
         fewer = {n: x[1:] for n, x in right.items() if isinstance(x, Tensor) and len(x) == tokens}
         yield "one token fewer", fewer
+    if "expert_ids" in right:
+        yield "an id beyond", {"expert_ids": right["expert_ids"] + 1}
+        yield "an id below", {"expert_ids": right["expert_ids"] - 1}
+        yield "no number", {"scores": torch.full_like(right["scores"], torch.nan)}
+        yield "more choices", {name: right[name].repeat(1, 2) for name in ("expert_ids", "scores")}
 
 
 def _said(call: Callable[..., Any], arguments: dict[str, Any]) -> str:
@@ -276,8 +286,20 @@ _SPARSE = {
     "sinks: less in dim 0": r"ShapeError: sinks must have one number per head, \[4\]",
     "scale: text": "PlanError: scale must be a finite number over 0",
 }
+_SLOTS = {
+    "an id beyond": "ShapeError: expert_ids are between 1 and 4, but the layer has experts 0 to 3",
+    "an id below": "ShapeError: expert_ids are between -1 and 2",
+    "no number": "ShapeError: 6 of 6 scores are NaN",
+    "more choices": r"PlanError: top_k must be equal on all ranks; .* \[2, 4\]",
+    "num_experts: other": "PlanError: 5 experts cannot be shared equally by 2 ranks",
+    "scores: torch.float64": r"PlanError: scores dtype must be equal .*float32, torch.float64\]",
+    "scores: gradient": r"PlanError: scores requires_grad must be equal .* \[0, 1\]",
+    "x: less in dim 1": r"PlanError: x dim 1 must be equal on all ranks; .* \[8, 7\]",
+}
 # By call and mistake: what the rank that makes the mistake is told.
 TOLD = {
+    "all-to-all dispatch": _SLOTS,
+    "once dispatch": _SLOTS,
     "ring": _HEADS,
     "ulysses": _HEADS,
     "latent ring": _LATENTS,
@@ -308,9 +330,15 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_one_ranks_mistake_is_an_error_on_all(call):
-    there, here = ranks.run(_every_mistake, call)
+@pytest.mark.parametrize("part", range(4))
+def test_one_ranks_mistake_is_an_error_on_all(part):
+    calls = CALLS[part::4]
+    told = ranks.run(each, _every_mistake, [(call,) for call in calls])
+    for call, *found in zip(calls, *told, strict=True):
+        _assert_told(call, *found)
+
+
+def _assert_told(call, there, here):
     for (what, *told), (_, *telling) in zip(there, here, strict=True):
         for said, afterwards in (told, telling):
             assert said.startswith(TYPED), (what, said)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from primeblocks.errors import PlanError, RankError, UnsupportedError
 from primeblocks.parallel.experts import add_expert_lora
 from primeblocks.testing import ranks, tiny_models
-from tests.parallel.bodies import each, meshes_of
+from tests.parallel.bodies import meshes_of
 
 ROWS, SIZES = 12, {"num_experts": 12, "hidden": 64, "vocab": 32, "num_layers": 2}
 
@@ -76,12 +76,12 @@ def _resume(family, degrees, path):
 
 def test_a_run_resumes_on_other_ranks(tmp_path, full):
     family = "gpt_oss"  # Its experts have biases too.
-    saved, after = ranks.run(_save_parts, family, {"expert": 2}, tmp_path, world_size=4)[0]
+    saved, after = ranks.run(_save_parts, family, {"expert": 2}, tmp_path)[0]
     # One rank has no expert degree, three share twelve.
     for world_size, degrees in [
         (1, {}),
         (3, {"expert": 3}),
-        *([(2, {"expert": 2}), (4, {"expert": 4})] if full else []),
+        *([(2, {"expert": 2}), (4, {"expert": 2})] if full else []),
     ]:
         loaded, stepped = ranks.run(_resume, family, degrees, tmp_path, world_size=world_size)[0]
         for name, weight in saved.items():
@@ -90,18 +90,18 @@ def test_a_run_resumes_on_other_ranks(tmp_path, full):
             torch.testing.assert_close(stepped[name], after[name], rtol=0, atol=1e-2 * 1e-2)
 
 
-def _save_whole(family, degrees, tied, path):
+def _save_whole(path):
     """Write the model before it is in parts and after; read it into one that held nothing."""
     from primeblocks.parallel.adapters.transformers import load_pretrained, save_pretrained
 
     warnings.simplefilter("error")
     if dist.get_rank() == 0:
-        _model(family, tied=tied).save_pretrained(path / "one")
-    model, reference = _start(family, degrees, tied=tied)
+        _model("qwen3_moe", tied=True).save_pretrained(path / "one")
+    model, reference = _start("qwen3_moe", {"expert": 2}, tied=True)
     written, read = [], []
     save_pretrained(model, path / "parts", progress=lambda *at: written.append(at))
     dist.barrier()
-    empty, optimizer = _start(family, degrees, tied=tied, device="meta")
+    empty, optimizer = _start("qwen3_moe", {"expert": 2}, tied=True, device="meta")
     load_pretrained(empty, path / "parts", progress=lambda *at: read.append(at))
     for told in (written, read):  # On every rank.
         assert told == [(done, len(told)) for done in range(1, len(told) + 1)] != []
@@ -122,18 +122,13 @@ def _local(model):
 
 
 def test_the_whole_is_written_as_from_one_rank(tmp_path):
-    cases = [
-        ("qwen3_moe", {"expert": 2}, True, tmp_path / "qwen3_moe"),
-        ("nemotron_h", {"expert": 2, "replicate": 2}, False, tmp_path / "nemotron_h"),
-    ]
-    for names in ranks.run(each, _save_whole, cases, world_size=4):
-        assert all(name.startswith("FSDP") for name in names)  # As it was before.
-    for *_, path in cases:
-        one, parts = (load_file(path / kind / "model.safetensors") for kind in ("one", "parts"))
-        assert one.keys() == parts.keys()
-        assert all(torch.equal(one[name], parts[name]) for name in one)
-        one, parts = ((path / kind / "config.json").read_text() for kind in ("one", "parts"))
-        assert one == parts
+    names = ranks.run(_save_whole, tmp_path)
+    assert all(name.startswith("FSDP") for name in names)  # As it was before.
+    one, parts = (load_file(tmp_path / kind / "model.safetensors") for kind in ("one", "parts"))
+    assert one.keys() == parts.keys()
+    assert all(torch.equal(one[name], parts[name]) for name in one)
+    one, parts = ((tmp_path / kind / "config.json").read_text() for kind in ("one", "parts"))
+    assert one == parts
 
 
 def _refusals():
@@ -186,6 +181,7 @@ def _older(path):
     from primeblocks.parallel.adapters.transformers import load_pretrained, save_pretrained
 
     model, _ = _start("qwen3_moe", {"expert": 2})
+    read, _ = _start("qwen3_moe", {"expert": 2}, device="meta")
     for value, size in enumerate(("50GB", "100KB", "50GB")):
         _fill(model, value)
         save_pretrained(model, path, max_shard_size=size)
@@ -193,7 +189,6 @@ def _older(path):
         assert (path / "model.safetensors").exists() != several
         assert (path / "model.safetensors.index.json").exists() == several
         assert (len([*path.glob("model-*")]) > 1) == several
-        read, _ = _start("qwen3_moe", {"expert": 2}, device="meta")
         load_pretrained(read, path)
         assert all((p.to_local() == value).all() for p in read.parameters())
         dist.barrier()

@@ -17,7 +17,7 @@ from primeblocks.parallel.attention import (
 )
 from primeblocks.parallel.experts import OncePerRankDispatcher
 from primeblocks.testing import ranks, tiny_models
-from tests.parallel.bodies import each, meshes_of
+from tests.parallel.bodies import each, meshes_of, randomize
 from tests.parallel.float64 import Float64, StableTopK
 
 VOCABULARY, EXPERTS, TOP_K = 32, 12, 2
@@ -65,11 +65,7 @@ def _model(family):
     # In float64 as it stands: eager attention would go through float32.
     model.set_attn_implementation("eager" if family in EAGER else "sdpa")
     model.set_experts_implementation("eager")
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():  # Far from the symmetry of a fresh model.
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(noise * parameter.shape[-1] ** -0.5 + (parameter.ndim == 1))
+    randomize(model.parameters())
     return model.train()
 
 

@@ -67,8 +67,7 @@ def _lora(model):
 
 def test_latents_travel_and_ulysses_trades_queries_and_outputs_alone():
     kernel = partial(ring_attention, kernel=RectangleKernel(), check=False)
-    families = ("deepseek_v3", "glm4_moe_lite")
-    cases = [(family, attention) for family in families for attention in (ring_attention, kernel)]
+    cases = [("deepseek_v3", kernel), ("glm4_moe_lite", ring_attention)]
     cases.append(("deepseek_v3", ulysses_attention))
     heads, width = 2, 128 + 64 + 128  # Of queries and of outputs.
     for *rings, ulysses in ranks.run(each, _seen, cases):

@@ -243,10 +243,6 @@ def _latents():
             attention(q, latents, up, **where)
 
 
-def test_latents_of_another_width_are_refused():
-    ranks.run(_latents)
-
-
 def _by_one():
     """A rank alone has another kernel, or has tokens where the others have none."""
     group = dist.group.WORLD
@@ -259,8 +255,13 @@ def _by_one():
         ring_attention(q, q, q, sequence=plan, group=group, kernel=kernel)
 
 
-def test_ranks_without_tokens_are_told_too():
-    ranks.run(_by_one)
+def _both():
+    _latents()
+    _by_one()
+
+
+def test_latents_of_another_width_are_refused_and_ranks_without_tokens_are_told():
+    ranks.run(_both)
 
 
 @pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
