@@ -318,31 +318,6 @@ def test_any_strides():
         assert_close_float64(results, _whole(STRIDED))
 
 
-def _frozen(names):
-    """Gradients where some inputs want none: by name of the attention and of the leaves."""
-    group = dist.group.WORLD
-    plan = plan_sequence(PACKINGS[1], ranks=group.size(), order="zigzag")
-    own = plan.indices(group.rank())
-    found = {}
-    for name, attention in ATTENTIONS.items():
-        for wanted in names:
-            qkv = dict(zip("qkv", _inputs(plan.tokens, HEADS[1])[:3], strict=True))
-            leaves = {x: value[own].requires_grad_(x in wanted) for x, value in qkv.items()}
-            out = attention(*leaves.values(), sequence=plan, group=group)
-            out.backward(_cotangent(plan.tokens, HEADS[1])[own])
-            found[name, wanted] = [leaf.grad for leaf in leaves.values()]
-    return found
-
-
-def test_inputs_without_gradients():
-    for rank, found in enumerate(ranks.run(_frozen, ["q", "k", "v", "kv"])):
-        own = plan_sequence(PACKINGS[1], ranks=2, order="zigzag").indices(rank)
-        expected = [x[own] for x in _whole(STRIDED)[1:]]
-        for (_, wanted), grads in found.items():
-            named = zip("qkv", expected, strict=True)
-            assert_close_float64(grads, [x if which in wanted else None for which, x in named])
-
-
 def _block(x, attend):
     """Two attentions side by side: in the backward both are ready at once."""
     ring, ulysses = (

@@ -17,8 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from primeblocks.errors import MissingPackageError
 from primeblocks.layout import layout_of
 from primeblocks.parallel import clip_grad_norm_, global_token_count, plan_sequence
-from primeblocks.parallel.attention import ring_attention, ulysses_attention
-from primeblocks.parallel.experts import AllToAllDispatcher, LocalDispatcher, OncePerRankDispatcher
+from primeblocks.parallel.experts import LocalDispatcher
 from primeblocks.testing import ranks, tiny_models
 from tests.parallel.bodies import each, meshes_of, randomize
 from tests.parallel.test_transformers_families import INDEXED
@@ -207,24 +206,12 @@ def _inputs_and_choices():
     own = slice(0, 3) if dist.get_rank() == 0 else slice(3, 7)
     assert inputs["input_ids"].tolist() == [list(range(10, 17))[own]]
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3][own]]
-    assert inputs["sequence"] is plan
-    assert inputs["use_cache"] is False
-    shared = meshes_of(expert=2)
-    once = OncePerRankDispatcher(shared.expert.get_group())
-    for mesh, arguments, kind in [
-        (meshes, {}, LocalDispatcher),  # Experts that one rank owns are sent nowhere.
-        (shared, {}, AllToAllDispatcher),
-        (shared, {"attention": ring_attention, "dispatcher": once}, OncePerRankDispatcher),
-    ]:
-        model = _model("qwen3_moe")
-        parallelize(model, mesh, **arguments)
-        block = model.model.layers[0]
-        chosen = arguments.get("attention", ulysses_attention)
-        assert block.self_attn.context_parallel.attention is chosen
-        assert type(block.mlp.experts.dispatcher) is kind
+    model = _model("qwen3_moe")
+    parallelize(model, meshes)  # Experts that one rank owns are sent nowhere.
+    assert type(model.model.layers[0].mlp.experts.dispatcher) is LocalDispatcher
 
 
-def test_what_is_chosen_is_used():
+def test_positions_count_inside_documents_and_own_experts_stay():
     ranks.run(_inputs_and_choices)
 
 
