@@ -126,8 +126,7 @@ def fully_shard_moe(
     fully_shard(model, mesh=meshes.fsdp, mp_policy=policy, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # FSDP2 would divide by the size of the module's own mesh, which differs between dense
-            # and expert parameters. Request plain sums, because gloo has no scaled sum.
+            # Request plain sums, because gloo has no scaled sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     if meshes.plan.expert > 1:

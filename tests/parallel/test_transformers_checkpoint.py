@@ -16,18 +16,14 @@ from primeblocks.errors import PlanError, RankError, UnsupportedError
 from primeblocks.parallel.experts import add_expert_lora
 from primeblocks.testing import ranks, tiny_models
 from tests.parallel.bodies import meshes_of
+from tests.parallel.test_transformers_start import _model as sized_model
 
 ROWS, SIZES = 12, {"num_experts": 12, "hidden": 64, "vocab": 32, "num_layers": 2}
 
 
-def _model(family, *, seed=0, tied=False, device="cpu"):
+def _model(family, *, tied=False, device="cpu"):
     """Parameters and what a checkpoint leaves out, made on `device`."""
-    config = tiny_models.config(family, **SIZES)
-    config.tie_word_embeddings = tied
-    torch.manual_seed(seed)
-    with torch.device(device):
-        kind = tiny_models._model_class(family)
-        return kind.from_config(config, dtype=torch.float32).train()
+    return sized_model(family, device=device, tied=tied, **SIZES)
 
 
 def _step(model, optimizer):

@@ -63,9 +63,7 @@ def causal_conv1d(
         x: `[tokens, channels]`, this rank's part.
         weight: `[channels, kernel]`. The last tap of a kernel multiplies the token itself.
         bias: `[channels]`.
-        check: compare shapes and the plan on all ranks first, so that a mistake on one rank raises
-            an error on all ranks instead of hanging. The comparison is one small collective call,
-            and the host waits for its result.
+        check: as in `ring_attention`.
 
     Raises:
         ShapeError: `weight` or `bias` does not fit `x`, or `x` is not this rank's part.

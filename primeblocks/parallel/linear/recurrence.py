@@ -73,7 +73,7 @@ def gated_delta_rule(
             `[batch, heads, key_dim, value_dim]`. An example is
             `partial(f, output_final_state=True)`, where `f` is the gated delta rule of transformers
             or of flash-linear-attention.
-        check: as in `causal_conv1d`.
+        check: as in `ring_attention`.
 
     Returns:
         `[tokens, heads, value_dim]` in the dtype of `v`.
@@ -122,17 +122,12 @@ def state_space(
 ) -> Tensor:
     """Compute Mamba-2, `S = exp(dt A) S + (dt x) B^T; y = S C + D x`, on each document.
 
-    All ranks compute their runs at the same time, from states of zero. If a run is a part of a
-    document, an exchange determines the run's true first state. The output includes the effect of
-    the true first state. Whole documents of equal length share one call of `kernel`, and so do
-    parts of equal length. Differentiable.
+    Runs are computed from states of zero, and share calls of `kernel`, as in `gated_delta_rule`.
+    The function then adds the effect of the true first states to the output. Differentiable.
 
-    The call and its backward are collective, with two exchanges each. All ranks skip the exchanges
-    if no document is cut between ranks. The exchanges send at most
-    `heads x (2 head_dim state_dim + 1)` elements for each run of a cut document.
-
-    The call does not check for NaN. A NaN spreads to later tokens of its document, but not to other
-    documents.
+    The call and its backward are collective, with the exchanges of `gated_delta_rule`. The
+    exchanges send at most `heads x (2 head_dim state_dim + 1)` elements for each run of a cut
+    document. A NaN spreads as in `gated_delta_rule`.
 
     Args:
         x: `[tokens, heads, head_dim]`, this rank's part.
@@ -144,7 +139,7 @@ def state_space(
             first dim for a batch, and states are `[batch, heads, head_dim, state_dim]`. An example
             is `partial(f, chunk_size=..., return_final_states=True)`, where `f` is transformers'
             `mamba2_chunk_scan` or mamba-ssm's `mamba_chunk_scan_combined`.
-        check: as in `causal_conv1d`.
+        check: as in `ring_attention`.
 
     Returns:
         `[tokens, heads, head_dim]` in the dtype of `x`.
