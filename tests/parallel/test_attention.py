@@ -296,26 +296,26 @@ class _Contiguous:
 
 
 def _strided_in_turn():
-    """Numbers of a head that are far apart, in queries, keys, values and gradients.
-
-    On one rank, where nothing is copied in order to travel.
-    """
-    plan, found = STRIDED.plan(1), []
-    qkv = _inputs(plan.tokens, STRIDED.heads)[:3]
+    """Numbers of a head that are far apart, in queries, keys, values and gradients."""
+    plan, found = STRIDED.plan(dist.get_world_size()), []
+    own = plan.indices(dist.get_rank())
+    qkv = [x[own] for x in _inputs(plan.tokens, STRIDED.heads)[:3]]
     rules = {"sequence": plan, "group": dist.group.WORLD}
     for kernel in map(_Contiguous, KERNELS.values()):
         for strided in range(3):
             leaves = [(_columns(x) if at == strided else x).detach() for at, x in enumerate(qkv)]
             leaves = [x.requires_grad_() for x in leaves]
             out = ring_attention(*leaves, kernel=kernel, **rules)
-            out.backward(_columns(_cotangent(plan.tokens, STRIDED.heads)))
+            out.backward(_columns(_cotangent(plan.tokens, STRIDED.heads)[own]))
             found.append([out.detach(), *(x.grad for x in leaves)])
-    return found
+    return own, found
 
 
-def test_any_strides():
-    for results in ranks.run(_strided_in_turn, world_size=1)[0]:
-        assert_close_float64(results, _whole(STRIDED))
+@pytest.mark.parametrize("world_size", [1, 2])  # On one rank nothing is copied in order to travel.
+def test_any_strides(world_size):
+    for own, found in ranks.run(_strided_in_turn, world_size=world_size):
+        for results in found:
+            assert_close_float64(results, [x[own] for x in _whole(STRIDED)])
 
 
 def _block(x, attend):

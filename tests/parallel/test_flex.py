@@ -94,7 +94,7 @@ def _bytes_kept(plan):
 def test_what_is_planned_lives_as_long_as_the_plan(kernel):
     """At 131,072 tokens on 8 ranks in under 4 MiB, which 300 plans once made 440 MB of."""
     gone = []
-    for _ in range(3):
+    for _ in range(2):
         hops = _hops([131_072], 8, "balanced", chunk_tokens=128)[-8:]
         tensors = [torch.empty(16_384, heads, 64, device="meta") for heads in (2, 1, 1)]
         tensors = [x.bfloat16() for x in tensors]
@@ -109,7 +109,7 @@ def test_what_is_planned_lives_as_long_as_the_plan(kernel):
         gone.append(weakref.ref(plan))
         del plan, hops, hop
     gc.collect()
-    assert [ref() for ref in gone] == [None] * 3
+    assert [ref() for ref in gone] == [None] * 2
 
 
 def test_wrong_arguments_are_refused():
