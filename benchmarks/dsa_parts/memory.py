@@ -2,49 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from primeblocks.parallel import plan_sequence
 from primeblocks.parallel.attention import dsa
 from primeblocks.planning.dsa import dsa_cost, plan_dsa
+from primeblocks.testing.oracles import StepCounter
 
 from .balance import MODELS
 
 __all__ = ["figures"]
 
 RANKS = 8
-
-
-class Live(TorchDispatchMode):
-    """The most bytes that results of operators took at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, int] = {}
-        self.most = 0
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else (out,):
-            storage = x.untyped_storage()
-            if storage.data_ptr() in self.live.keys() | given:
-                continue  # A view, or written in place.
-            self.live[storage.data_ptr()] = storage.nbytes()
-            weakref.finalize(x, self.live.pop, storage.data_ptr(), None)
-        self.most = max(self.most, sum(self.live.values()))
-        return out
 
 
 def measured(tokens: int, chunk_bytes: int) -> tuple[int, int]:
@@ -59,13 +28,13 @@ def measured(tokens: int, chunk_bytes: int) -> tuple[int, int]:
     weights = torch.randn(own, 4, generator=generator)
     selector = dsa.TopK(sizes.top_k, chunk_bytes=chunk_bytes)
     rules = {"sequence": plan, "rank": RANKS - 1, "scores": dsa.index_scores}
-    with Live() as live, torch.no_grad():
+    with StepCounter() as step, torch.no_grad():
         indices = selector.select(q, weights, keys, **rules)
     expected = keys @ q[-1].T
     expected = (expected.relu() * weights[-1]).sum(1).topk(sizes.top_k).indices.sort().values
     agree = len(set(indices[-1, 0].tolist()) & set(expected.tolist())) / sizes.top_k
     assert agree > 0.999, f"the last query shares {agree} of its selection with torch.topk"
-    return live.most - indices.nbytes, planned.score_bytes
+    return step.peak_bytes - indices.nbytes, planned.score_bytes
 
 
 def figures() -> dict[str, tuple[float, str, str]]:

@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from primeblocks.parallel import plan_sequence
 from primeblocks.parallel.attention import dsa
 from primeblocks.planning.dsa import DsaSizes, plan_dsa
 from primeblocks.testing import ranks
+from primeblocks.testing.oracles import StepCounter
 
 __all__ = ["figures"]
 
 # Widths of GLM-5 and DeepSeek-V3.2, with fewer heads and tokens.
 LENGTHS = [300, 1, 75, 136]
 SIZES = DsaSizes(heads=2, index_heads=2, layers=1, index_layers=1, top_k=64)
-
-
-class Received(TorchDispatchMode):
-    """Counts the bytes that this rank receives from others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func.namespace == "c10d":
-            whole = args[0] if "allgather" in func.name() else args[1]
-            self.bytes += whole.nbytes // dist.get_world_size() * (dist.get_world_size() - 1)
-        return func(*args, **(kwargs or {}))
 
 
 def _count() -> int:
@@ -56,13 +33,13 @@ def _count() -> int:
     indexer = dsa.IndexerInputs(
         drawn(SIZES.index_heads, SIZES.index_dim), drawn(SIZES.index_dim), drawn(SIZES.index_heads)
     )
-    with Received() as received:
+    with StepCounter() as step:
         out, _ = dsa.dsa_attention(
             q, kv, indexer, sequence=plan, group=group, rows=dsa.Rows.latent(512, 64),
             selector=dsa.TopK(SIZES.top_k), check=False,
         )  # fmt: skip
         out.sum().backward()
-    return received.bytes
+    return step.received_bytes.total()
 
 
 def figures() -> dict[str, tuple[float, str, str]]:
