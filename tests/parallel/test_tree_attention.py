@@ -24,6 +24,7 @@ from primeblocks.parallel.attention import (
 from primeblocks.parallel.attention.flex import tile_lists
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_close_float64
+from tests.parallel.bodies import in_turns
 from tests.parallel.test_flex import FORKED
 
 ORDERS = ["balanced", "contiguous", "zigzag"]
@@ -200,9 +201,11 @@ def _by_kernel(order, rules, with_sinks):
     return found
 
 
-def test_ranks_equal_one():
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ranks_equal_one(world_size, full):
     cases = [("balanced", {}, True), ("zigzag", {"window": 4}, True), ("contiguous", {}, False)]
-    found = ranks.run(_split, cases, world_size=3)
+    cases = in_turns(cases, world_size, full)
+    found = ranks.run(_split, cases, world_size=world_size)
     for at, (_, rules, with_sinks) in enumerate(cases):
         plain = partial(reference.attention, document_lengths=LENGTHS, parents=PARENTS, **rules)
         wanted = _step(plain, LENGTHS, PARENTS, {}, with_sinks)
