@@ -19,17 +19,17 @@ class Record:
     """A page that is written to a tier.
 
     Args:
-        content: the bytes of the page, then its packed attachments. The address of the first byte
-            is a multiple of 4096.
+        content: the bytes of the page, then its packed attachments.
         digest: the `checksum` of key and content. The tier stores the digest, but does not
             check it.
-        frame: the whole frame that begins with `content`, for I/O in units of 4096 bytes.
+        frame: the whole frame that begins with `content`, for I/O in units of 4096 bytes. Its
+            address is a multiple of 4096.
     """
 
     key: PageKey
     content: np.ndarray
     digest: bytes
-    frame: np.ndarray | None = None
+    frame: np.ndarray
 
 
 class Found(NamedTuple):

@@ -200,7 +200,7 @@ def others_may_ask_meanwhile(bench):
     for thread in threads:
         thread.start()
     try:
-        for _ in range(10):
+        for _ in range(4):
             assert not any(bench.put(*given_))
             assert bench.get(*keys) == [content for _, content in given_]
             bench.tier.drop(keys[::2])

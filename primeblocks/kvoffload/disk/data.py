@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 Answer = PrimeblocksError | OSError | None
+_Call = Callable[[int, Any, int], int]  # `System.write` or `System.read`
 
 _VECTOR = min(256, os.sysconf("SC_IOV_MAX"))  # buffers of one call
 
@@ -164,7 +165,6 @@ class DataFile:
         self._path = path
         self._stride = stride
         self._system = system
-        self._scratch = np.frombuffer(mmap.mmap(-1, stride), dtype=np.uint8)
         descriptor = None if io == "buffered" else self._open_direct()
         if descriptor is None and io == "direct":
             raise UnsupportedError(
@@ -175,12 +175,12 @@ class DataFile:
         self.descriptor = system.open(path) if descriptor is None else descriptor
 
     def write(self, frames: Sequence[int], contents: Sequence[np.ndarray]) -> list[Answer]:
-        """Write contents into frames, short ones by a copy. Return None or an error for each."""
-        return self._each(frames, contents, self._write)
+        """Write whole, aligned buffers into frames. Return None or an error for each."""
+        return self._each(self._system.write, frames, contents)
 
     def read(self, frames: Sequence[int], into: Sequence[np.ndarray]) -> list[Answer]:
-        """Fill buffers from frames. Return None or an error for each."""
-        return self._each(frames, into, self._read)
+        """Fill whole, aligned buffers from frames. Return None or an error for each."""
+        return self._each(self._system.read, frames, into)
 
     def frames(self) -> int:
         """Count the complete frames of the file."""
@@ -200,7 +200,7 @@ class DataFile:
         descriptor = None
         try:
             descriptor = self._system.open(self._path, direct=True)
-            self._system.read(descriptor, [self._scratch[:ALIGNMENT]], 0)
+            self._system.read(descriptor, [mmap.mmap(-1, ALIGNMENT)], 0)
         except OSError as error:
             if descriptor is not None:
                 self._system.close(descriptor)
@@ -210,44 +210,20 @@ class DataFile:
         return descriptor
 
     def _each(
-        self,
-        frames: Sequence[int],
-        buffers: Sequence[np.ndarray],
-        move: Callable[[int, Sequence[np.ndarray]], tuple[int, Answer]],
+        self, call: _Call, frames: Sequence[int], buffers: Sequence[np.ndarray]
     ) -> list[Answer]:
         """Move adjacent frames in one call. If that fails, move the rest frame by frame."""
-        # It also fails if a buffer is not aligned: a check of each buffer costs more.
         answers: list[Answer] = [None] * len(frames)
-        whole = [buffer.nbytes >= self._stride for buffer in buffers]
-        for run in _runs(frames, whole):
+        for run in _runs(frames):
             done = 0
             if len(run) > 1:
-                done, _ = move(frames[run[0]], [buffers[index] for index in run])
+                done, _ = self._transfer(call, frames[run[0]], [buffers[index] for index in run])
             for index in run[done:]:
-                _, answers[index] = move(frames[index], [buffers[index]])
+                _, answers[index] = self._transfer(call, frames[index], [buffers[index]])
         return answers
 
-    def _whole(self, buffer: np.ndarray) -> bool:
-        """Whether the file system can move a frame directly to or from this buffer."""
-        aligned = not self.direct or buffer.ctypes.data % ALIGNMENT == 0
-        return aligned and buffer.nbytes >= self._stride
-
-    def _write(self, frame: int, contents: Sequence[np.ndarray]) -> tuple[int, Answer]:
-        if len(contents) == 1 and not self._whole(contents[0]):
-            self._scratch[: contents[0].nbytes] = contents[0]
-            contents = [self._scratch]
-        return self._transfer(self._system.write, frame, contents)
-
-    def _read(self, frame: int, into: Sequence[np.ndarray]) -> tuple[int, Answer]:
-        if len(into) > 1 or self._whole(into[0]):
-            return self._transfer(self._system.read, frame, into)
-        done = self._transfer(self._system.read, frame, [self._scratch])
-        count = min(self._stride, into[0].nbytes)
-        into[0][:count] = self._scratch[:count]
-        return done
-
     def _transfer(
-        self, call: Callable[[int, Any, int], int], frame: int, buffers: Sequence[np.ndarray]
+        self, call: _Call, frame: int, buffers: Sequence[np.ndarray]
     ) -> tuple[int, Answer]:
         """Return the number of frames moved, and the error that stopped the move."""
         views = [buffer.data[: self._stride] for buffer in buffers]
@@ -267,12 +243,11 @@ class DataFile:
         return len(buffers), None
 
 
-def _runs(frames: Sequence[int], whole: Sequence[bool]) -> Iterator[list[int]]:
-    """Yield the indices of adjacent frames. Only whole frames are combined."""
+def _runs(frames: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the indices of adjacent frames."""
     run: list[int] = []
     for index in sorted(range(len(frames)), key=frames.__getitem__):
-        follows = run and frames[index] == frames[run[-1]] + 1 and whole[index] and whole[run[-1]]
-        if run and not (follows and len(run) < _VECTOR):
+        if run and not (frames[index] == frames[run[-1]] + 1 and len(run) < _VECTOR):
             yield run
             run = []
         run.append(index)

@@ -320,12 +320,13 @@ class DiskTier:
 
     def _misfit(self, record: Record) -> ShapeError | None:
         """Return why a record does not fit, or None if it fits."""
+        sizes = record.content.nbytes, record.frame.nbytes, len(record.digest)
         room = self.page_bytes + self.attachment_bytes
-        if record.content.nbytes <= room and len(record.digest) == DIGEST_BYTES:
+        if sizes[0] <= room and sizes[1] >= self.frame_bytes and sizes[2] == DIGEST_BYTES:
             return None
         return ShapeError(
-            f"a page with attachments has at most {room} bytes and a digest of {DIGEST_BYTES}; got "
-            f"{record.content.nbytes} and {len(record.digest)} bytes"
+            f"a page with attachments has at most {room} bytes, in a frame of {self.frame_bytes}, "
+            f"and a digest of {DIGEST_BYTES}; got {sizes} bytes."
         )
 
     def _make_room(self, records: Sequence[Record]) -> list[Record]:
@@ -350,9 +351,8 @@ class DiskTier:
         frames = self._frames.claim(len(records))
         placed = list(zip(records, frames, strict=True))
         answers: dict[PageKey, Answer] = {}
-        # If a record has a whole frame, write this frame, so that adjacent frames are one write.
-        contents = [each.content if each.frame is None else each.frame for each, _ in placed]
-        for (record, _), error in zip(placed, self._data.write(frames, contents), strict=True):
+        errors = self._data.write(frames, [record.frame for record in records])
+        for record, error in zip(records, errors, strict=True):
             answers[record.key] = error and refusal(error, self.path)
         if any(isinstance(answer, CapacityError) for answer in answers.values()):
             self._frames.fence(self._data.frames())

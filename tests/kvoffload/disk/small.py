@@ -22,13 +22,14 @@ def content_of(number, value=0):
     return ((np.arange(length) * 3 + 17 * number + 101 * value) % 251).astype(np.uint8)
 
 
-def record(number, value=0, *, whole_frame=False):
-    """A page in a whole frame, as the store hands it over, or on its own."""
+def record(number, value=0):
+    """A page in a whole frame, as the store hands it over."""
     key, content = key_of(number), content_of(number, value)
-    digest = checksum(key, content)
-    if not whole_frame:
-        return Record(key, content, digest)
-    frame = aligned()
+    return framed(key, content, checksum(key, content))
+
+
+def framed(key, content, digest=bytes(16), *, size=FRAME):
+    frame = aligned(size)
     frame[: content.nbytes] = content
     return Record(key, frame[: content.nbytes], digest, frame)
 

@@ -59,13 +59,13 @@ class DiskMachine(RuleBasedStateMachine):
     def haunt(self, number, content):
         self.ghosts.setdefault(number, set()).add(content)
 
-    @rule(numbers=numbers_, value=st.integers(0, 60), whole_frame=st.booleans())
-    def put(self, numbers, value, whole_frame):
+    @rule(numbers=numbers_, value=st.integers(0, 60))
+    def put(self, numbers, value):
         held = len(self.tier)
         new = [number for number in numbers if number not in self.now]
         refused = new[PAGES - held :]
         short = max(0, len(numbers) - len(refused) - (PAGES - held))
-        answers = self.tier.put([record(n, value, whole_frame=whole_frame) for n in numbers])
+        answers = self.tier.put([record(n, value) for n in numbers])
         if None in answers:
             self.ghosts.clear()
         gone = 0

@@ -35,10 +35,10 @@ SCRIPT = [
 ]
 
 
-def play(tier, operation, *, whole_frame=False):
+def play(tier, operation):
     name, arguments = operation
     if name == "put":
-        records = [record(*each, whole_frame=whole_frame) for each in arguments]
+        records = [record(*each) for each in arguments]
         assert tier.put(records) == [None] * len(records)
     elif name == "drop":
         tier.drop([key_of(number) for number in arguments])
@@ -72,7 +72,7 @@ def states_of(operation, state):
 def run(path, script, *, io, acknowledged=lambda: None, operations=SCRIPT):
     tier = open_tier(path, pages=PAGES, io=io, system=FaultySystem(script))
     for operation in operations:
-        play(tier, operation, whole_frame=io == "direct")
+        play(tier, operation)
         acknowledged()
 
 

@@ -80,9 +80,9 @@ def _plant(folder: Path) -> None:
     from primeblocks.kvoffload.page import checksum
 
     path = folder / "pages" / "engine-0"
-    disk = DiskTier(path, capacity_bytes=PAGE_BYTES, page_bytes=PAGE_BYTES)
+    disk = DiskTier(path, capacity_bytes=PAGE_BYTES, page_bytes=PAGE_BYTES, io="buffered")
     key, page = PageKey("0", b"old"), np.zeros(PAGE_BYTES, np.uint8)
-    assert disk.put([Record(key, page, checksum(key, page))]) == [None]
+    assert disk.put([Record(key, page, checksum(key, page), page)]) == [None]
     disk.close()
 
 
