@@ -92,7 +92,7 @@ def test_a_batch_that_failed_touches_no_buffer_later(host, monkeypatch):
             entered.wait(SOON)
             raise RuntimeError("CUDA")
         entered.set()
-        go.wait(1.0)
+        go.wait(SOON)
         copy(pages, rooms, **how)
 
     monkeypatch.setattr(copier, "_TOGETHER_PAGES", 1)  # so that two threads copy
@@ -102,10 +102,10 @@ def test_a_batch_that_failed_touches_no_buffer_later(host, monkeypatch):
         monkeypatch.setattr(copier, "copy_pages", slow)
         into = [np.zeros(PAGE, np.uint8) for _ in range(2)]
         pending = store.load_batch([key_of(1), key_of(2)], into=into)
+        threading.Timer(0.1, go.set).start()
         with pytest.raises(RuntimeError, match="CUDA"):
             pending.wait(timeout_s=SOON)
         before = into[1].copy()
-        go.set()
         store.close()
         assert np.array_equal(into[1], before), "written after wait had raised"
 
