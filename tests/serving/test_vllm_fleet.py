@@ -5,6 +5,7 @@ import os
 import sys
 import traceback
 import warnings
+from importlib import import_module
 from types import SimpleNamespace
 
 import numpy as np
@@ -346,9 +347,8 @@ def _use_without_vllm():
     for name in [name for name in sys.modules if "vllm" in name]:
         del sys.modules[name]
     sys.modules["vllm"] = None
-    from primeblocks.async_loop.adapters import vllm
-    from primeblocks.serving.adapters import vllm as fleets
-
+    blocks = ("async_loop", "serving")
+    vllm, fleets = (import_module(f"primeblocks.{each}.adapters.vllm") for each in blocks)
     fleets.VllmFleet({"a": fleets.FleetMember(print, None)}, update=print)
     for name in ("VllmEngine", "base_engine_args", "generate_in_parts"):
         with pytest.raises(MissingPackageError, match="^vllm is not installed"):
