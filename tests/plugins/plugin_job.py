@@ -1,6 +1,7 @@
 """Run by test_vllm_plugin.py in its own process: `plugin_job.py FOLDER` writes facts.json.
 
 What vLLM's log says is printed, phase by phase; its loggers are set up anew too often to listen.
+One patch is switched off at first.
 """
 
 import json
@@ -10,30 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-
-def save_model(folder: Path) -> str:
-    import torch
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=64,
-        num_hidden_layers=2,
-        max_position_embeddings=512,
-        intermediate_size=64,
-        moe_intermediate_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-    )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return str(folder)
 
 
 def applied(plugin: Any) -> list[str]:
@@ -105,12 +82,14 @@ def phase(name: str) -> None:
 def main(folder: Path) -> None:
     import vllm
     from host_faults import FAULTS
+    from vllm.logger import _configure_vllm_root_logger
 
     from primeblocks.plugins import vllm as plugin
+    from primeblocks.testing import tiny_models
 
     facts: dict[str, Any] = {}
-
-    sys.stderr = sys.stdout  # where Python warns until vLLM has set up its log
+    os.environ |= {plugin.OFF: "moe_reload_on_cpu,no_such_patch", "VLLM_LOGGING_LEVEL": "INFO"}
+    _configure_vllm_root_logger()
     phase("untested")
     version, vllm.__version__ = vllm.__version__, "0.99.1"
     plugin.register()
@@ -134,7 +113,8 @@ def main(folder: Path) -> None:
         "unknown": required(plugin, "no_such_patch"),
         "faults": {name: look() for name, look in FAULTS.items()},
     }
-    model = save_model(folder / "model")
+    sizes = {"num_layers": 2, "hidden": 64, "num_experts": 4, "init_std": 0.2}
+    model = str(tiny_models.save("qwen3_moe", folder / "model", dtype="float32", **sizes))
     phase("capture")
     facts["checked_again"] = checked_again(model)  # first: nothing is applied yet
     facts["refused"] = refused(model)

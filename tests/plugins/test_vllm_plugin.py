@@ -14,7 +14,7 @@ import torch
 
 from primeblocks.errors import UnsupportedError
 from primeblocks.plugins import vllm as plugin
-from tests.engine_job import run_job
+from tests.engine_job import fork_job
 
 CPU = {"release": "0.32.0", "is_cpu": True, "off": ""}
 CPU_ONLY = {"amx_on_cpu", "routed_experts_on_cpu", "moe_reload_on_cpu"}
@@ -165,14 +165,9 @@ def test_without_amx_bfloat16_asks_for_nothing(monkeypatch):
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a process saw that started with one patch switched off, and then switched it on.
-
-    Its own process: vLLM changes torch, the environment and the default process group for good.
-    """
+    """What a process saw that started with one patch switched off, and then switched it on."""
     folder = tmp_path_factory.mktemp("plugin")
-    job = Path(__file__).with_name("plugin_job.py")
-    off = {plugin.OFF: "moe_reload_on_cpu,no_such_patch", "VLLM_LOGGING_LEVEL": "INFO"}
-    printed = run_job(job, str(folder), environment=off)
+    printed = fork_job(Path(__file__).with_name("plugin_job.py"), str(folder))
     facts = json.loads((folder / "facts.json").read_text())
     for each in f"\n{printed}".split("\n== ")[1:]:
         phase, _, log = each.partition("\n")
