@@ -6,7 +6,7 @@ versions first. A load returns the saved page or a miss, but never a wrong page.
 
 The files, in reading order:
 
-- `page`, `tier`, `host`: a page's key and checksum, the interface of a tier, and host memory.
+- `page`, `tier`: a page's key and checksum, the interface of a tier, and host memory.
 - `store`: the calls. Each call takes the store's lock, changes the catalogue, and hands the
   resulting moves to the threads.
 - `pending`, `moves`: a call in progress with its result, and one step of a page between tiers.
@@ -19,11 +19,10 @@ The files, in reading order:
 
 from . import evict
 from .disk import DiskTier
-from .host import HostTier
 from .page import PageKey, page_hashes
 from .pending import Pending
 from .store import TieredStore, load_prefix
-from .tier import Found, Loaded, Record, Saved, Tier, TierStatistics
+from .tier import Found, HostTier, Loaded, Record, Saved, Tier, TierStatistics
 
 __all__ = [
     "DiskTier",

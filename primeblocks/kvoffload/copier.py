@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .host import HostTier
 from .moves import CopyIn, CopyOut
 from .page import unpack_attachments
 from .pending import Parts
-from .tier import Loaded
+from .tier import HostTier, Loaded
 
 __all__ = ["Copiers", "Copies", "copy_pages"]
 

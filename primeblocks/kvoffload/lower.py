@@ -32,10 +32,9 @@ from enum import Enum, auto
 from ..errors import CapacityError, CorruptionError, PlanError, UnsupportedError
 from .evict import Evict
 from .evict.ledger import PageLedger
-from .host import HostTier
 from .moves import HostPage, LowerCopy, Recalled
 from .page import PageKey
-from .tier import Tier, TierStatistics
+from .tier import HostTier, Tier, TierStatistics
 
 __all__ = ["Breaker", "Circuit", "Level", "in_order", "is_below", "no_room", "statistics_of"]
 

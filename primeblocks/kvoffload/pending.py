@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CancelledError, DeadlineError, ShapeError, UnsupportedError, UsageError
-from .host import HostTier
 from .moves import LoadRequest, SaveRequest
 from .page import PageKey, pack_attachments
-from .tier import Loaded, Saved
+from .tier import HostTier, Loaded, Saved
 
 __all__ = [
     "Batch",

@@ -22,12 +22,11 @@ from ..errors import ClosedError, DeadlineError, PlanError, UsageError, check_ve
 from .catalogue import Catalogue
 from .copier import Copiers, Copies
 from .evict import Evict, facts_of, lru
-from .host import HostTier
 from .lower import Level, in_order
 from .moves import CopyIn, CopyOut, LoadRequest, PageRead, SaveRequest, Write
 from .page import PageKey
 from .pending import Batch, Pending, finish_all, load_requests, queue_of, save_requests, users_of
-from .tier import Loaded, Saved, Tier, TierStatistics
+from .tier import HostTier, Loaded, Saved, Tier, TierStatistics
 from .worker import Holds, Outcome, TierWorker, Until
 
 __all__ = ["TieredStore", "load_prefix"]

@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import CorruptionError
-from .host import HostTier
 from .moves import Ask, Clear, Drop, PageRead, Recall, Recalled, Write
 from .page import PageKey, checksum
-from .tier import Found, Record, Tier
+from .tier import Found, HostTier, Record, Tier
 
 __all__ = ["Holds", "Order", "Outcome", "TierWorker", "Until"]
 

@@ -37,9 +37,8 @@ from ...errors import (
     PlanError,
     PrimeblocksError,
 )
-from ..host import HostTier
 from ..page import DIGEST_BYTES, PageKey
-from ..tier import Found, Record
+from ..tier import Found, HostTier, Record
 
 __all__ = ["MooncakeTier", "connect"]
 

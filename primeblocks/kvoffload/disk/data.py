@@ -9,6 +9,7 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -245,14 +246,11 @@ class DataFile:
 
 def _runs(frames: Sequence[int]) -> Iterator[list[int]]:
     """Yield the indices of adjacent frames."""
-    run: list[int] = []
-    for index in sorted(range(len(frames)), key=frames.__getitem__):
-        if run and not (frames[index] == frames[run[-1]] + 1 and len(run) < _VECTOR):
-            yield run
-            run = []
-        run.append(index)
-    if run:
-        yield run
+    order = sorted(range(len(frames)), key=frames.__getitem__)
+    for _, run in groupby(enumerate(order), lambda each: frames[each[1]] - each[0]):
+        indices = [index for _, index in run]
+        for start in range(0, len(indices), _VECTOR):
+            yield indices[start : start + _VECTOR]
 
 
 class Frames:
