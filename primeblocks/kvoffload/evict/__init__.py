@@ -164,11 +164,13 @@ def lru(snapshot: Snapshot) -> Choice:
 
 
 @_needs(Facts.VERSIONS)
-def stale(snapshot: Snapshot, *, max_staleness: int) -> Choice | None:
+def stale(snapshot: Snapshot, *, max_staleness: int | None) -> Choice | None:
     """Choose a page of the oldest version below `version - max_staleness`. Pure.
 
-    The chosen page is not demoted.
+    The chosen page is not demoted. With `max_staleness=None`, no page is chosen.
     """
+    if max_staleness is None:
+        return None
     last = snapshot.version - max_staleness
     dead = [page for page in snapshot.by_version if (page.key.version or 0) < last]
     if not dead:
@@ -178,11 +180,9 @@ def stale(snapshot: Snapshot, *, max_staleness: int) -> Choice | None:
 
 @_needs(Facts.ENDS)
 def ended(snapshot: Snapshot) -> Choice | None:
-    """Choose a page whose rollouts have all ended.
+    """Choose `snapshot.ended`, the page with the earliest end. Pure.
 
-    If there are several such pages, the function chooses the page with the earliest end. A page's
-    end is the end of its last rollout, or its last use if that is later. The chosen page is not
-    demoted. Pure.
+    The chosen page is not demoted.
     """
     return Choice(snapshot.ended, demote=False) if snapshot.ended is not None else None
 
@@ -235,10 +235,9 @@ def by_waits(snapshot: Snapshot) -> Choice | None:
 class VersionAware:
     """A policy that evicts useless pages first, then the least recently used page.
 
-    1. Pages of versions below `version - max_staleness` are evicted first, oldest version first,
-       because the trainer refuses rollouts of these versions. Stale pages are not demoted.
-    2. Pages whose rollouts have all ended are evicted next, in the order in which their rollouts
-       ended. Pages of ended rollouts are not demoted.
+    1. Pages of versions below `version - max_staleness` are evicted first (`stale`), because the
+       trainer refuses rollouts of these versions.
+    2. Pages whose rollouts have all ended are evicted next (`ended`).
 
     The policy does not estimate how long rollouts will wait. The policy is worse than `lru` only if
     pages of old versions or of ended rollouts are loaded again.
@@ -259,7 +258,8 @@ class VersionAware:
             check_counts(least=0, max_staleness=self.max_staleness)
 
     def __call__(self, snapshot: Snapshot) -> Choice:
-        return _old(snapshot, self.max_staleness) or ended(snapshot) or lru(snapshot)
+        old = stale(snapshot, max_staleness=self.max_staleness)
+        return old or ended(snapshot) or lru(snapshot)
 
 
 @dataclass(frozen=True)
@@ -267,11 +267,9 @@ class RolloutAware:
     """A policy that evicts useless pages first, then the page with the latest expected next use.
 
     1. Pages of versions below `version - max_staleness` are evicted first, as in `VersionAware`.
-    2. Then the page with the latest expected next use is evicted. Queued rollouts are ordered by
-       their place in the queue, and waiting rollouts by the mean wait for their reason. The
-       docstring of `by_waits` describes when the next use of all other pages is expected. Among
-       the pages of one rollout, the last page is evicted first, because this page is useless
-       without the pages before it.
+    2. Then the page with the latest expected next use is evicted (`by_waits`). Queued rollouts are
+       ordered by their place in the queue, and waiting rollouts by the mean wait for their reason.
+       The last page of a rollout is evicted first, because it is useless without the pages before.
 
     The policy needs the `rollout` of each save and load, and calls of `pause`, `queue` and `end`.
     If you never pass a `rollout`, rule 2 chooses as `lru` does. A mean says little about waits with
@@ -294,8 +292,5 @@ class RolloutAware:
             check_counts(least=0, max_staleness=self.max_staleness)
 
     def __call__(self, snapshot: Snapshot) -> Choice:
-        return _old(snapshot, self.max_staleness) or by_waits(snapshot) or lru(snapshot)
-
-
-def _old(snapshot: Snapshot, max_staleness: int | None) -> Choice | None:
-    return None if max_staleness is None else stale(snapshot, max_staleness=max_staleness)
+        old = stale(snapshot, max_staleness=self.max_staleness)
+        return old or by_waits(snapshot) or lru(snapshot)
