@@ -43,11 +43,6 @@ def test_a_key_tells_its_fields_and_survives_copies(salt, name, group):
         key.version = 3
 
 
-@given(keys, keys)
-def test_different_keys_have_different_bytes(a, b):
-    assert (a == b) == (a.encode() == b.encode())
-
-
 @given(st.binary(max_size=40))
 def test_other_bytes_are_no_key(data):
     with contextlib.suppress(CorruptionError):

@@ -129,23 +129,9 @@ def test_a_flipped_byte_of_the_index_makes_no_wrong_page(tmp_path, full):
         right = history.found(files)
         assert right.items() <= history.ever, at
         kept += len(right)
-        if at % 11 == 0:
+        if at % 11 == 0 or at == 18:  # which may forbid all writes
             assert_normal(history.write(files))
     assert kept > 100
-
-
-@pytest.mark.parametrize("at", [*range(0, 110, 9), 4096, 4099, 8192, 8199])
-def test_so_it_is_with_pages_of_the_size_that_is_used(tmp_path, at):
-    with closing(open_tier(tmp_path)) as tier:
-        assert tier.put([record(number) for number in range(3)]) == [None] * 3
-        before = state(tier)
-    data = bytearray((tmp_path / "index").read_bytes())
-    data[at] ^= 0x41
-    (tmp_path / "index").write_bytes(data)
-    with closing(open_tier(tmp_path)) as tier:
-        found = state(tier)
-    assert found.items() <= before.items()
-    assert_normal(tmp_path)
 
 
 def test_a_flipped_byte_of_the_log_makes_no_wrong_page(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from primeblocks.errors import CapacityError, CorruptionError
-from primeblocks.kvoffload import HostTier, PageKey, TieredStore, copier
+from primeblocks.kvoffload import HostTier, TieredStore, copier
 from primeblocks.kvoffload.evict import RolloutAware, VersionAware, lru
 from primeblocks.kvoffload.moves import Ask, CopyIn, PageRead, SaveRequest, Write
 from primeblocks.testing.faults import ManualClock
@@ -157,19 +157,6 @@ def test_a_flush_into_a_full_tier_evicts_one_for_one():
     copy, left = level.admit(key_of(70), version=0, feed=None)
     assert copy is not None
     assert left == key_of(0)
-
-
-def test_staleness_orders_evictions_and_does_not_bound_reads(host):
-    keys = [PageKey("", bytes([number]), version=number) for number in range(3)]
-    into = np.zeros(PAGE, np.uint8)
-    with TieredStore([host(2)], evict=VersionAware(0)) as store:
-        for key in keys[:2]:
-            store.save(key, page_of(1)).wait(timeout_s=SOON)
-        store.advance(version=9)
-        assert store.load(keys[1], into=into).wait(timeout_s=SOON)
-        assert store.load(keys[0], into=into).wait(timeout_s=SOON)
-        store.save(keys[2], page_of(2)).wait(timeout_s=SOON)
-        assert [key in store for key in keys] == [False, True, True]
 
 
 def test_superseded_saves_do_not_use_up_the_bound():

@@ -85,33 +85,6 @@ def test_the_store_lets_go_of_buffers_whose_results_are_there(host, memory):
         assert store.statistics()["host"].pages == 2
 
 
-@pytest.mark.parametrize("write", ["back", "through"])
-@pytest.mark.parametrize("below", ["disk", "memory"])
-def test_tiers_of_one_page_each(host, request, below, write):
-    """Whatever way pages go, the newest two are here, one in each."""
-    with TieredStore([host(1), request.getfixturevalue(below)(1)], write=write) as store:
-        for number in range(20):
-            assert save(store, number).stored
-            assert load(store, number) == "host"
-        store.flush().wait(timeout_s=SOON)
-        counts = store.statistics()
-        assert (counts["host"].pages, counts[below].pages) == (1, 1)
-        assert load(store, 19) == "host"
-        assert [load(store, number) for number in range(18)] == [None] * 18
-
-
-def test_a_batch_larger_than_tiers_of_one_page(host, disk):
-    """Pages pass through the one frame in turn, and each load gets its own."""
-    with TieredStore([host(1), disk(1)]) as store:
-        keys, into = [key_of(n) for n in range(9)], [np.zeros(PAGE, np.uint8) for _ in range(9)]
-        saved = store.save_batch(keys, [page_of(n) for n in range(9)]).wait(timeout_s=SOON)
-        assert all(each.stored for each in saved)
-        loaded = store.load_batch(keys, into=into).wait(timeout_s=SOON)
-        assert loaded[-1].tier == "host"
-        for number, (page, hit) in enumerate(zip(into, loaded, strict=True)):
-            assert np.array_equal(page, page_of(number) if hit else np.zeros(PAGE))
-
-
 def test_a_forked_child_is_told_at_once_and_makes_its_own_store(host, disk, tmp_path):
     """Its threads are its parent's, and so may be a lock of the store."""
     with TieredStore([host(2), disk(8)]) as store:
