@@ -88,15 +88,6 @@ def test_threads_do_not_write_each_others_headers(engine, master):
     assert bench.get(key_of(0), key_of(1)) == [content_of(n, EXTRA) for n in range(2)]
 
 
-def test_pages_of_one_engine_serve_another(engine):
-    one, other = engine(), engine()
-    assert one.put((key_of(1), content_of(1, EXTRA))) == [None]
-    assert other.tier.holds([key_of(1)]) == [True]
-    assert other.get(key_of(1)) == [content_of(1, EXTRA)]
-    other.tier.drop([key_of(1)])
-    assert one.get(key_of(1)) == [None]
-
-
 def test_namespaces_share_nothing(engine):
     mine, *others = (engine(namespace=name) for name in ("a.b", "aXb", "a.b.c", "za.b"))
     for bench in (mine, *others):
@@ -265,49 +256,40 @@ def test_a_slab_that_is_refused_is_no_tier(master):
         MooncakeTier(FakeClient(master), host_for(), namespace="test")
 
 
-def test_close_waits_for_calls_of_other_threads(engine, master):
-    bench = engine()
-    called, go_on = threading.Event(), threading.Event()
-
-    def before_call(name):
-        called.set()
-        assert go_on.wait(HANG_S)
-
-    master.before_call = before_call
-    asks = threading.Thread(target=bench.tier.holds, args=([key_of(1)],))
-    asks.start()
+@pytest.fixture
+def asked(engine, master):
+    """A bench, an event, and a thread whose question is answered after the event."""
+    bench, called, go_on = engine(), threading.Event(), threading.Event()
+    master.before_call = lambda name: (called.set(), go_on.wait(HANG_S))
+    thread = threading.Thread(target=bench.tier.holds, args=([key_of(1)],))
+    thread.start()
     assert called.wait(HANG_S)
+    yield bench, go_on, thread
+    go_on.set()
+    thread.join(HANG_S)
+
+
+def test_close_waits_for_calls_of_other_threads(asked):
+    bench, go_on, thread = asked
     closes = threading.Thread(target=bench.tier.close)
     closes.start()
-    closes.join(0.2)
+    closes.join(0.1)
     assert closes.is_alive()
     assert bench.tier._client.open
     go_on.set()
-    for thread in (asks, closes):
-        thread.join(HANG_S)
+    for each in (thread, closes):
+        each.join(HANG_S)
     assert not bench.tier._client.open
     with pytest.raises(ClosedError, match="mooncake"):
         bench.tier.holds([key_of(1)])
 
 
-def test_close_gives_up_on_calls_that_hang(engine, master, monkeypatch):
+def test_close_gives_up_on_calls_that_hang(asked, monkeypatch):
+    bench, *_ = asked
     monkeypatch.setattr(mooncake, "_CLOSE_S", 0.05)
-    bench = engine()
-    called, go_on = threading.Event(), threading.Event()
-
-    def before_call(name):
-        called.set()
-        assert go_on.wait(HANG_S)
-
-    master.before_call = before_call
-    asks = threading.Thread(target=bench.tier.holds, args=([key_of(1)],))
-    asks.start()
-    assert called.wait(HANG_S)
     with pytest.raises(DeadlineError, match=r"1 calls of mooncake have not ended after 0\.05 s"):
         bench.tier.close()
     assert bench.tier._client.open
-    go_on.set()
-    asks.join(HANG_S)
 
 
 def test_two_stores_over_one_remote(engine, master):
