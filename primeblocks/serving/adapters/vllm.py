@@ -6,9 +6,8 @@ The module does not import vLLM. An engine is an `AsyncLLM`, or an object that m
 A fleet is *unsettled* from the start of an update until an update succeeds. In an unsettled fleet,
 each request has its own cache salt, because pages may come from old or new weights. If an update
 loads another publish of the fleet's version, as its `digest` shows, the fleet stays unsettled.
-Updates, joins, pauses and resumes run one at a time. If an update succeeds on only some engines,
-the fleet drains the other engines. If an update fails on all engines, the cause may be the version,
-so all engines stay open.
+Updates, joins, pauses and resumes run one at a time. If an update fails on all engines, the cause
+may be the version, so all engines stay open.
 """
 
 from __future__ import annotations

@@ -56,9 +56,8 @@ def engine_args(
         disk_bytes: the largest size of our pages on disk, without the index.
         max_staleness: pages with a larger staleness than this number are evicted first. The version
             comes from `request_args`. With None, all versions are treated alike.
-        evict: "versions" uses `VersionAware`, and "rollouts" uses `RolloutAware`. In simulations,
-            "rollouts" had several times the hits of `lru` if agents queued for the engine. If a few
-            waits are very long, "rollouts" can have less than half the hits of `lru`.
+        evict: "versions" uses `VersionAware`, and "rollouts" uses `RolloutAware`. The page
+            `docs/kvoffload_eviction.md` says which of them to choose.
         offload_prompt_only: whether to leave out the pages of generated tokens.
         routes_bytes_per_token: with routed-expert capture, the bytes captured per token
             (`bytes_per_token` of `replay.adapters.vllm.RouterShape`). With a number above 0, routes
