@@ -223,10 +223,12 @@ class Catalogue:
                 self._moves.append(Drop(move.depth, page.key))
             self._lose(page, move.depth + 1)
             return
-        level.served(length)
+        level.counts["hits"] += 1
+        level.counts["bytes_read"] += length
         page.length, page.shared = length, level.shared
         first = page.waiters[0]
-        _, *others = self._arrive(page, level.users(page.key) or first.users, by=first.users)
+        users = level.ledger.rollouts(page.key) or first.users
+        _, *others = self._arrive(page, users, by=first.users)
         first.tier = level.name
         self._hand_out(page, first)
         for waiter in others:

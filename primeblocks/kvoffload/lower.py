@@ -286,13 +286,6 @@ class Level:
         for key in list(self.copies):
             self.forget(key)
 
-    def served(self, length: int) -> None:
-        self.counts["hits"] += 1
-        self.counts["bytes_read"] += length
-
-    def users(self, key: PageKey) -> tuple[Hashable, ...]:
-        return self.ledger.rollouts(key) if self.found(key) else ()
-
     def statistics(self) -> TierStatistics:
         pages = len(self.copies)
         return statistics_of(self.counts, pages=pages, capacity_pages=self.capacity_pages)
