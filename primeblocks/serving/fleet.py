@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from math import inf
 from numbers import Integral, Real
 from typing import Any
@@ -195,6 +194,7 @@ def engines_to_restart(restarted: str, agents: Mapping[str, Collection[str]]) ->
 class _Engine:
     generate: Callable[..., Any]
     max_in_flight: int
+    bit: int
     is_open: bool = True
     pages: OrderedDict[Hashable, None] = field(default_factory=OrderedDict)
 
@@ -241,6 +241,7 @@ class Fleet:
         self._max_in_flight, self._routed = max_in_flight, 0
         self._engines: dict[str, _Engine] = {}
         self._in_flight: Counter[str] = Counter()  # by name, because requests outlive an `add`
+        self._held: dict[Hashable, int] = {}  # by page, a bit for each engine that has it
         for name, generate in engines.items():
             self.add(name, generate)
 
@@ -294,13 +295,11 @@ class Fleet:
 
     def states(self, request: Request | None = None) -> Sequence[EngineState]:
         """Return the state of each open engine, where `matched` counts pages of `request`."""
-        pages = () if request is None else request.pages
+        request = Request() if request is None else request
+        matched = self._matched(request.pages)
         return [
             EngineState(
-                name,
-                self._in_flight[name],
-                engine.max_in_flight,
-                matched=len(list(takewhile(engine.pages.__contains__, pages))),
+                name, self._in_flight[name], engine.max_in_flight, matched.get(engine.bit, 0)
             )
             for name, engine in self._engines.items()
             if engine.is_open
@@ -316,8 +315,9 @@ class Fleet:
             raise UsageError(
                 f"the fleet has no engine {name!r}; its engines are {list(self._engines)}"
             )
-        self._engines[name].is_open = False
-        self._engines[name].pages.clear()
+        engine = self._engines[name]
+        engine.is_open = False
+        self._forget(engine)
 
     def add(self, name: str, generate: Callable[..., Any]) -> None:
         """Add a new engine, or open a drained engine, with an empty list of cached pages.
@@ -333,12 +333,44 @@ class Fleet:
         check_counts(**{f"max_in_flight of engine {name!r}": most})
         if not callable(generate):
             raise UsageError(f"engine {name!r} must be a function; got {shown(generate)}")
-        self._engines[name] = _Engine(generate, most)
+        if (before := self._engines.get(name)) is not None:
+            self._forget(before)
+        bit = 1 << len(self._engines) if before is None else before.bit
+        self._engines[name] = _Engine(generate, most, bit)
+
+    def _matched(self, pages: Sequence[Hashable]) -> dict[int, int]:
+        """Return the number of leading pages that each engine holds, by its bit."""
+        if not self._cache_pages:
+            return {}
+        found, here = {}, (1 << len(self._engines)) - 1
+        for count, page in enumerate([*pages, None]):
+            still = here & self._held.get(page, 0) if count < len(pages) else 0
+            gone = here & ~still
+            while gone:
+                bit = gone & -gone
+                found[bit] = count
+                gone ^= bit
+            if not (here := still):
+                break
+        return found
 
     def _believe(self, engine: _Engine, pages: Sequence[Hashable]) -> None:
+        if not self._cache_pages:
+            return
         # The last page is evicted first, as in an engine's own cache.
         for page in reversed(pages[: self._cache_pages]):
             engine.pages[page] = None
             engine.pages.move_to_end(page)
+            self._held[page] = self._held.get(page, 0) | engine.bit
         while len(engine.pages) > self._cache_pages:
-            engine.pages.popitem(last=False)
+            self._leave(engine, engine.pages.popitem(last=False)[0])
+
+    def _forget(self, engine: _Engine) -> None:
+        for page in engine.pages:
+            self._leave(engine, page)
+        engine.pages.clear()
+
+    def _leave(self, engine: _Engine, page: Hashable) -> None:
+        self._held[page] &= ~engine.bit
+        if not self._held[page]:
+            del self._held[page]
