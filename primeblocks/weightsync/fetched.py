@@ -98,8 +98,8 @@ def bring(
     request: ReceiveRequest,
     found: Sequence[Incoming],
     base: Held | Lent | None,
-    memory: CachingAllocator,
     *,
+    memory: CachingAllocator,
     threads: int,
     counted: Counted,
 ) -> Fetched:

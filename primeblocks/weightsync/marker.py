@@ -27,7 +27,7 @@ UNREADABLE = (
 """The errors of a parser that meets malformed text."""
 
 Digests = Mapping[str, Sequence[str]]
-"""Name -> dtype and shape of a tensor, and the digests of its pieces."""
+"""Name -> dtype and shape of a tensor, and the digest of its bytes."""
 
 
 @dataclass(frozen=True)

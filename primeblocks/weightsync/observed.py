@@ -1,4 +1,4 @@
-"""Digests of the tensors in an engine process, piece by piece or in the boxes of a plan."""
+"""Digests of the tensors in an engine process, whole or in the boxes of a plan."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ __all__ = [
 
 HELD, MULTIPLIED = "held", "multiplied"
 UNSEEN = "on the meta device, without elements"
-# A part that is missing from a fused tensor spans a whole piece if it is longer than two pieces.
-_PIECES, _LEAST_BYTES, _MOST_BYTES = 64, 256, 1 << 16
 
 
 class Seen(NamedTuple):
@@ -171,15 +169,20 @@ def observe(
 
 
 def digest_tensors(tensors: NamedTensors) -> Digests:
-    """Return the dtype and shape of each tensor, and the XXH3-64 of each of its pieces. Local.
+    """Return the dtype and shape of each tensor, and the digest of its bytes. Local.
 
     Raises:
         PlanError: a tensor is on the meta device, or `tensors` is not tensors by name.
     """
-    return {
-        name: tuple(_piece_digests(local_part(tensor.detach())))
-        for name, tensor in named_tensors(tensors).items()
-    }
+    found = {}
+    for name, tensor in named_tensors(tensors).items():
+        mine = local_part(tensor.detach())
+        if mine.is_meta:
+            raise PlanError(
+                f"{name!r} is on the meta device and has no elements. Load its weights."
+            )
+        found[name] = f"{mine.dtype} {tuple(mine.shape)}", digest_form(HELD, mine)
+    return found
 
 
 def are_digests(held: object) -> TypeGuard[Digests]:
@@ -245,16 +248,6 @@ def _place(tensor: Tensor) -> object:
     if mine.is_meta or not mine.numel():
         return None
     return mine.device, mine.data_ptr(), mine.dtype, mine.shape, mine.stride()
-
-
-def _piece_digests(tensor: Tensor) -> Iterator[str]:
-    if tensor.is_meta:
-        raise PlanError("a tensor is on the meta device and has no elements. Load its weights.")
-    yield f"{tensor.dtype} {tuple(tensor.shape)}"
-    room = as_buffer(tensor.cpu().contiguous())
-    size = max(_LEAST_BYTES, min(_MOST_BYTES, -(-len(room) // _PIECES)))
-    for start in range(0, max(1, len(room)), size):
-        yield xxhash.xxh3_64_hexdigest(room[start : start + size])
 
 
 def _look_into(held: NamedTensors, known: Container[str]) -> tuple[Look, tuple[str, ...]]:

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Literal, NoReturn, Self
 
 from torch import Tensor
@@ -35,7 +36,7 @@ from torch import Tensor
 from ..errors import ClosedError, CorruptionError, EngineError, TransferError, check_version
 from .convert.conversion import Wiring, check_wiring
 from .fetched import Feed, Fetched, ReaderState, bring, check, check_plan, feeding, write
-from .held import CachingAllocator, Held, Lent
+from .held import CachingAllocator, Lent
 from .lease import alone
 from .load import InPlace
 from .manifest import NamedTensors
@@ -277,22 +278,17 @@ class Subscriber:
         The second fetch ignores the version held, because this base of deltas may be damaged.
         """
         marker, base = found[-1].marker, self._kept
+        apply = partial(bring, memory=self._memory, threads=self._threads, counted=self._counted)
         try:
-            return self._applied(found, None if base is None else base.held, request)
+            return apply(request, found, None if base is None else base.held)
         except CorruptionError:
             if marker not in self._transport.markers():
                 raise
         again = replace(request, version=marker.version, held=None)
-        fetched = self._applied(self._transport.receive(again), None, request)
+        fetched = apply(again, self._transport.receive(again), None)
         if base is not None and found[0].marker.base is not None:
             self._last = base.closed()
         return fetched
-
-    def _applied(
-        self, found: Sequence[Incoming], base: Held | Lent | None, request: ReceiveRequest
-    ) -> Fetched:
-        memory, threads, counted = self._memory, self._threads, self._counted
-        return bring(request, found, base, memory, threads=threads, counted=counted)
 
     def _load_or_go_back(self, new: Fetched) -> Fetched:
         served, self._state = self._served, ReaderState.TORN  # Until a load ends.

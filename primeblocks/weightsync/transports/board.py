@@ -56,10 +56,6 @@ class Board:
         _check_size(text)
         self.call(lambda: self._store.set(self._key(key), text), deadline=deadline)
 
-    def post_first(self, key: str, text: str, *, deadline: float) -> str:
-        """Write a note unless the key has one. Return the note that the key has now."""
-        return self.replace(key, "", text, deadline=deadline)
-
     def read_any(
         self, keys: Sequence[str], *, deadline: float, waits: bool = True
     ) -> tuple[str, str] | None:
@@ -80,7 +76,10 @@ class Board:
         return self.call(look, deadline=deadline)
 
     def replace(self, key: str, old: str, new: str, *, deadline: float) -> str:
-        """Replace a note if it still equals `old`. Return the note that the key has now."""
+        """Replace a note if it still equals `old`, and return the note that the key has now.
+
+        With `old` "", write a note unless the key has one.
+        """
         _check_size(new)
         said = self.call(
             lambda: self._store.compare_set(self._key(key), old, new), deadline=deadline
@@ -190,16 +189,13 @@ class Transaction:
         with as_corruption("a note of the group"):
             return _version(json.loads(found[1]))
 
-    def go(self, base: int | None, *, deadline: float) -> Go:
-        """Rank 0: begin, unless a rank called the sync off. Returns the first decision."""
-        return self._first_go(Go(base, ""), deadline)
+    def decide(self, go: Go, *, deadline: float) -> Go:
+        """Begin the sync, or call it off. Returns the first decision, which counts.
 
-    def call_off(self, error: str, *, deadline: float) -> Go:
-        """Call the sync off, unless it has begun. Returns the first decision.
-
-        The group can still be used.
+        Only rank 0 begins. If the sync is called off, the group can still be used.
         """
-        return self._first_go(Go(None, error), deadline)
+        said = self._board.replace(self._key("go"), "", json.dumps(go), deadline=deadline)
+        return _go(said)
 
     def read_go(self, *, deadline: float) -> Go | None:
         """Reader: wait until the sync begins or is called off. Returns None at the deadline."""
@@ -245,16 +241,12 @@ class Transaction:
         if decision != _COMMIT:
             raise TransferError(decision)
 
-    def _first_go(self, go: Go, deadline: float) -> Go:
-        said = self._board.post_first(self._key("go"), json.dumps(go), deadline=deadline)
-        return _go(said)
-
     def _first_of(self, *keys: str, deadline: float) -> tuple[str, str] | None:
         found = self._board.read_any([self._key(key) for key in keys], deadline=deadline)
         return None if found is None else (found[0].removeprefix(self._key("")), found[1])
 
     def _decide(self, word: str, deadline: float) -> str:
-        return self._board.post_first(self._key("decision"), word, deadline=deadline)
+        return self._board.replace(self._key("decision"), "", word, deadline=deadline)
 
     def _key(self, key: str) -> str:
         return f"{self.number}/{key}"

@@ -1,4 +1,9 @@
-"""Carriers of packed buffers: their protocol, handles of memory, and wires for one-sided reads.
+"""Carriers of packed buffers, over handles of memory or over wires for one-sided reads.
+
+A carrier makes the buffers of this process (`make`, `drop`), and fetches spans of the buffers of
+other processes. With `again`, `fetch` keeps mappings or memory for a later fetch of the same
+buffers or sizes. `fetch` raises TransferError if a process has ended or has dropped its buffer, and
+DeadlineError if the spans were not fetched in time.
 
 With a handle, other processes of the machine open a buffer in place. A CPU buffer is anonymous
 shared memory, which they find through /proc. Torch's own handles of CPU tensors are not used,
@@ -77,37 +82,6 @@ def noted(note: Mapping[str, Any], key: str) -> int:
     )
 
 
-class Carrier(Protocol):
-    """Makes buffers in this process, and fetches spans from buffers of other processes."""
-
-    def spec(self) -> dict[str, Any]:
-        """Return the arguments that open its reading end in another process. JSON-able."""
-        ...
-
-    def make(self, size_bytes: int) -> Shared:
-        """Return a new buffer. Raises CapacityError without enough memory."""
-        ...
-
-    def drop(self, shared: Shared) -> None:
-        """Make a buffer unreachable for other processes."""
-        ...
-
-    def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> OpenedSpans:
-        """Return spans of other processes' buffers, in order.
-
-        With `again`, mappings or memory are kept for a later fetch of the same buffers or sizes.
-
-        Raises:
-            TransferError: a process has ended, or has dropped its buffer.
-            DeadlineError: the spans were not fetched in time.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release all buffers. Idempotent."""
-        ...
-
-
 def starts_of(
     sizes: Mapping[int, int], *, align_bytes: int = ALIGN_BYTES
 ) -> tuple[dict[int, int], int]:
@@ -120,7 +94,7 @@ def starts_of(
 
 
 class HandleCarrier:
-    """A `Carrier` whose reader opens the buffers in place. Each buffer is opened once."""
+    """A carrier whose reader opens the buffers in place. Each buffer is opened once."""
 
     def __init__(self, *, device: torch.device | str = "cpu") -> None:
         self._device = indexed(device)
@@ -241,7 +215,7 @@ class Wire(Protocol):
 
 
 class WireCarrier:
-    """A `Carrier` whose reader copies the spans into one registered buffer of its own."""
+    """A carrier whose reader copies the spans into one registered buffer of its own."""
 
     def __init__(self, wire: Wire, *, device: torch.device | str = "cpu") -> None:
         self._wire, self._device = wire, indexed(device)
@@ -288,6 +262,9 @@ class WireCarrier:
             self._spare = buffer
         else:
             self._wire.unshare(buffer)
+
+
+Carrier = HandleCarrier | WireCarrier
 
 
 def indexed(device: torch.device | str) -> torch.device:

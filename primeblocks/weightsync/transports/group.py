@@ -151,7 +151,7 @@ class GroupTransport:
         if any(held != base for held in holds):
             base = None
         self._board.post("current", str(now.number), deadline=deadline)
-        go = now.go(base, deadline=deadline)
+        go = now.decide(Go(base, ""), deadline=deadline)
         if go.error:
             raise TransferError(go.error)
         return Begun(str(self._generation), go.base)
@@ -193,7 +193,7 @@ class GroupTransport:
         deadline, why = time.monotonic() + 1.0, "the trainer gave up"
         broken, self._broken = self._broken, self._broken or "a sync did not end"
         with suppress(TransferError):
-            if self._now.call_off(why, deadline=deadline).error:
+            if self._now.decide(Go(None, why), deadline=deadline).error:
                 self._broken = broken  # Nothing was sent.
             else:
                 self._now.abort(why, deadline=deadline)
@@ -256,7 +256,7 @@ class GroupTransport:
         elif request.version not in (None, note["version"]):
             refused = f"it asks for version {request.version}"
         if refused:
-            now.call_off(f"reader {request.reader} refused: {refused}", deadline=deadline)
+            now.decide(Go(None, f"reader {request.reader} refused: {refused}"), deadline=deadline)
             raise PlanError(f"version {note['version']} is published, but {refused}.")
         held, holds = request.held, None
         if held is not None and held.run == str(self._generation):
@@ -267,7 +267,7 @@ class GroupTransport:
         go = now.read_go(deadline=deadline)
         if go is None:
             why = f"reader {request.reader} waited for the other ranks until the deadline"
-            go = now.call_off(why, deadline=deadline)
+            go = now.decide(Go(None, why), deadline=deadline)
         self._broken = broken
         return go
 

@@ -60,7 +60,7 @@ class PackedTransport:
 
     Args:
         commits: the `Commits` of this process, which is closed with the transport.
-        carrier: the `Carrier` of this process, which is closed with the transport.
+        carrier: the carrier of this process, which is closed with the transport.
         keep: whether engines keep the bytes of the loaded version. Deltas are applied to a copy of
             these bytes. If a later load fails, an engine loads these bytes again, even after the
             trainer's process has ended.

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any, Self
 
 from torch import Tensor
@@ -27,6 +28,7 @@ _GRANTED, _REFUSED = b"\x01", b"\x00"
 _EVERYWHERE = ("", "0.0.0.0", "::")
 _STEP_BYTES = 16 << 20  # Between two looks at the clock.
 _IDLE_S = 60.0  # The time that a reader has for a step, and until its next request.
+_POLL_S = 0.05  # How often the server looks whether it was closed. `close` waits for a look.
 
 _Address = tuple[str, int]
 
@@ -121,7 +123,8 @@ class _Server(socketserver.ThreadingTCPServer):
         self.address_family = family
         self.shared, self._links = shared, set[Any]()
         super().__init__(at, _Answers)
-        self._thread = threading.Thread(target=self.serve_forever, daemon=True, name="tcp-wire")
+        serve = partial(self.serve_forever, _POLL_S)
+        self._thread = threading.Thread(target=serve, daemon=True, name="tcp-wire")
         self._thread.start()
 
     def process_request(self, request: Any, client_address: Any) -> None:
