@@ -4,6 +4,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,14 +16,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from primeblocks.errors import DeadlineError, TransferError, UsageError
 from primeblocks.testing import ranks
-from primeblocks.weightsync import Publisher, Subscriber, describe, fetched, plan_sync
+from primeblocks.weightsync import Publisher, Subscriber, describe, fetched, plan_sync, publish
 from primeblocks.weightsync.manifest import gather_manifests
-from primeblocks.weightsync.transports import GroupTransport, open_transport
-from tests.deadlines import EXPIRES_S, HANG_S
+from primeblocks.weightsync.transports import GroupTransport, board, group, open_transport
+from tests.deadlines import HANG_S
 from tests.weightsync.contents import Side, joined, same_bytes
 from tests.weightsync.link_layouts import manifest
 from tests.weightsync.reference import slice_again
-from tests.weightsync.small_sync import RANKS, Small
+from tests.weightsync.small_sync import RANKS, Small, expiring
 
 ranks.preload(__name__)  # With all that it imports.
 
@@ -95,6 +96,7 @@ class Scripted(Small):
 
 
 def store_bodies(where, cases):
+    publish._GRACE_S = board._GRACE_S = 0.2  # Most cases wait them out.
     return [store_body(where, *case) for case in cases]
 
 
@@ -119,8 +121,8 @@ HANGS = [(f"hangs in {method}", culprit) for culprit in (0, 3) for method in MET
 CASES = {
     ("votes late", 3): 5.0,
     **dict.fromkeys(LOST, HANG_S),
-    **dict.fromkeys([("lost in compare_set", 3), ("lost", 3)], 5.0),
-    **dict.fromkeys(HANGS, 0.7),
+    ("lost in compare_set", 3): 5.0,
+    **dict.fromkeys([("lost", 3), *HANGS], 0.7),
 }
 
 
@@ -190,10 +192,15 @@ def impatient_body(where):
     """Reader 0 gives up while reader 1 has not come. Then both sides go on as if nothing was."""
     small = Small("group", where)
     if small.rank == 2:
-        with pytest.raises(
-            DeadlineError, match="reader 0 waited for the other ranks until the deadline"
+        group.time = SimpleNamespace(monotonic=lambda: time.monotonic() + HANG_S)
+        with (
+            expiring(board.Transaction, "read_go"),
+            pytest.raises(
+                DeadlineError, match="reader 0 waited for the other ranks until the deadline"
+            ),
         ):
-            small.sync(1, timeout_s=EXPIRES_S)
+            small.sync(1)
+        group.time = time
     elif small.rank < 2:
         with pytest.raises(
             TransferError, match="reader 0 waited for the other ranks until the deadline"
