@@ -78,7 +78,7 @@ async def _running(folder):
     await engine.resume_generation()
     saw["two"] = await answers("new", second)
     saw["flown"] = await flying
-    saw["critic"] = await answers("critic", await update(critic, critic.publish(1)), LONG)
+    saw["critic"] = await answers("critic", await update(critic, critic.publish(1)))
     await lora.remove_lora(engine, first, timeout_s=TIMEOUT_S)
     saw["refused"] = await error(requests.one("late", PROMPTS[0], SHORT, first))
     saw["two_again"] = await answers("again", second)
@@ -96,7 +96,7 @@ def test_requests_in_flight_finish_on_their_version(running):
 
 
 def test_the_same_over_files_and_processes(running):
-    assert running["critic"] == running["one"]
+    assert running["critic"] == [[row[:SHORT] for row in one] for one in running["one"]]
 
 
 def test_a_version_in_use_is_not_removed(running):

@@ -198,22 +198,26 @@ def _alone(folder, family):
             adapter.update_llm(llm, receipt, timeout_s=TIMEOUT_S)
             return say()
 
-        def look():
-            return verify_engine(model, adapter.observe_llm(llm), plan=plan, convert=convert)
+        def look(seen=None):
+            seen = seen or adapter.observe_llm(llm)
+            return verify_engine(model, seen, plan=plan, convert=convert)
 
         adapter.attach_llm(llm, plan, transport)
         said = [say(), update(0)]
         engine.register_parameter("lonely", nn.Parameter(torch.ones(2)))
         found = {"lonely": look()}
         del engine.lonely
-        found["start"] = look()
+        held_now = adapter.observe_llm(llm)
+        found["start"] = look(held_now)
         changes, olds = {}, {name: tensor.clone() for name, tensor in vectors.values()}
         for version, (name, tensor) in enumerate(vectors.values(), 1):
             before = {n: t.clone() for n, t in held().items()}
             tensor.add_(torch.linspace(0.25, 0.5, tensor.numel()).view(tensor.shape))
-            change = {"names": sorted({p.target for p in convert.by_source[name]}), "sent": look()}
+            names = sorted({p.target for p in convert.by_source[name]})
+            change = {"names": names, "sent": look(held_now)}
             said.append(update(version))
-            change["loaded"] = look()
+            held_now = adapter.observe_llm(llm)
+            change["loaded"] = look(held_now)
             moved = {n: t != before[n] for n, t in held().items() if not t.equal(before[n])}
             parts = [held()[n][places] for n, places in moved.items()]
             change["moved"] = [part.float().sort().values.tolist() for part in parts]
