@@ -85,7 +85,8 @@ def test_one_version_of_so_many_is_sent_in_full(setup):
     for version in range(9):
         sizes.append(setup.publish(version).bytes)
         bases.append(setup.bases()[-1])
-        assert setup.receive().bytes == sizes[-1]
+        received = setup.receive()
+        assert (received.bytes, received.base) == (sizes[-1], bases[-1])
         assert setup.serves(version)
         assert same_bytes(setup.late()[1], setup.versions[version])
     assert bases == [None, 0, 1, 2, None, 4, 5, 6, None]

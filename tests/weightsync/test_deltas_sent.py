@@ -8,13 +8,12 @@ import torch.distributed as dist
 
 from primeblocks.layout import Layout, Shard
 from primeblocks.testing import ranks
-from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
+from primeblocks.weightsync import plan_sync
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from tests.deadlines import HANG_S
-from tests.weightsync.contents import KINDS, Engine, Side, random_tensor, same_bytes, transport_of
+from tests.weightsync.contents import KINDS, Side, random_tensor, same_bytes, transport_of
 from tests.weightsync.reference import slice_again
 from tests.weightsync.small_sync import PULL, RANKS
-from tests.weightsync.test_delta_steps import Steps
 
 ranks.preload(__name__)  # With all that it imports.
 
@@ -121,30 +120,3 @@ def test_every_version_has_the_bytes_of_a_full_sync(kind, full, tmp_path):
         results = ranks.run(random_body, kind, str(path), seed, world_size=RANKS)
         loads = [loads for loads, _ in results[2:]]
         assert all(8 < n < VERSIONS for n in loads) if kind in PULL else loads == [VERSIONS] * 2
-
-
-def test_adamw_steps_cost_about_a_hundredth(full, tmp_path):
-    """Real optimizer steps at lr 1e-6, exported in bf16, through both ends."""
-    trainer, engine = Steps(), Engine()
-    parameters = {f"p{i}": one for i, one in enumerate(trainer.parameters)}
-    source = describe(parameters)
-    plan = plan_sync([source], source.whole(dtype=torch.bfloat16), bucket_bytes=1 << 20)
-    sizes = []
-    with (
-        SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as transport,
-        Publisher(plan, parameters, transport, full_every=1000) as publisher,
-        Subscriber(plan, engine, transport) as subscriber,
-    ):
-        for version in range(200 if full else 25):
-            receipt = publisher.publish(version, timeout_s=HANG_S)
-            assert receipt.base == (None if receipt.bytes == plan.bytes_total else version - 1)
-            received = subscriber.receive(timeout_s=HANG_S)
-            assert (received.bytes, received.base) == (receipt.bytes, receipt.base)
-            exported = {name: p.detach().bfloat16() for name, p in parameters.items()}
-            assert same_bytes(engine.tensors, exported)
-            sizes.append(receipt.bytes / plan.bytes_total)
-            trainer.step()
-    deltas = [size for size in sizes if size < 1]
-    print(f"deltas {sum(deltas) / len(deltas):.5f} of full, with {len(sizes) - len(deltas)} full")
-    assert len(sizes) - len(deltas) <= 4
-    assert sum(deltas) / len(deltas) <= 0.013

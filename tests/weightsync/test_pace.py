@@ -12,32 +12,6 @@ from tests.deadlines import HANG_S
 GIGABYTE = 10**9
 
 
-@st.composite
-def paces(draw):
-    """Any order of versions of any cost; the first is full."""
-    pace = Pace()
-    full_bytes = draw(st.sampled_from([1, 1000, GIGABYTE]))
-    seconds = st.floats(0, 10)
-    for is_delta in [False, *draw(st.lists(st.booleans(), max_size=8))]:
-        size = draw(st.integers(0, full_bytes)) if is_delta else full_bytes
-        apply_s = draw(seconds) if is_delta else 0.0
-        pace = pace.after(Sent(size, draw(seconds), apply_s), is_delta=is_delta)
-    return pace
-
-
-@given(paces(), st.integers(2, 6), st.one_of(st.none(), st.floats(1e6, 1e12)))
-def test_the_sooner_is_chosen_within_the_bounds(pace, full_every, link):
-    wants = pace.wants_delta(full_every=full_every, link_bytes_per_s=link)
-    if pace.deltas + 1 >= full_every or pace.delta_bytes >= pace.full.bytes:
-        assert not wants
-    elif pace.delta is None or pace.fulls >= full_every or pace.full.bytes < GIGABYTE:
-        assert wants
-    else:
-        carry = (lambda one: one.bytes / link) if link else (lambda one: 0)
-        full, delta = (one.seconds + one.apply_s + carry(one) for one in (pace.full, pace.delta))
-        assert wants == (delta <= full)
-
-
 @given(st.data(), st.integers(1, 6), st.sampled_from([1000, GIGABYTE]))
 def test_one_version_of_so_many_is_full_and_one_is_a_delta(data, full_every, full_bytes):
     """Whatever they cost; the second only where deltas do not grow to a full version."""

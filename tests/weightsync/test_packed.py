@@ -1,7 +1,5 @@
 """What engines fetch from trainer ranks' memory, over all kinds of commits and carriers."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from primeblocks.errors import CorruptionError, DeadlineError, PlanError, Transf
 from primeblocks.layout import Layout, Shard
 from primeblocks.weightsync import Publisher, Subscriber, plan_sync
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
-from primeblocks.weightsync.transports.carriers import Shared, Span, WireCarrier, starts_of
+from primeblocks.weightsync.transports.carriers import Span, WireCarrier, starts_of
 from primeblocks.weightsync.transports.packed import Packed, Pool
 from tests.weightsync.contents import Engine, same_bytes
 from tests.weightsync.packed_site import KINDS, TIMEOUT_S, Site, parameters
@@ -228,16 +226,10 @@ def test_only_fetches_of_full_versions_use_a_spare_buffer():
 
 
 def test_a_pool_uses_buffers_again():
-    made, dropped = [], []
-
-    def make(size_bytes):
-        made.append(torch.empty(size_bytes, dtype=torch.uint8))
-        return Shared(made[-1], {})
-
-    def drop(shared):
-        dropped.append(id(shared.buffer))
-
-    pool = Pool(SimpleNamespace(make=make, drop=drop))
+    made, dropped, wire = [], [], LocalWire()
+    wire.share = lambda buffer: made.append(buffer) or {}
+    wire.unshare = lambda buffer: dropped.append(id(buffer))
+    pool = Pool(WireCarrier(wire))
     first, second = pool.take(1, 10), pool.take(2, 10)
     pool.keep([2])
     assert pool.take(3, 10) is first

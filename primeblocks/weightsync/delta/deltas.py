@@ -133,7 +133,7 @@ def _bits_of(tensor: Tensor) -> Bits:
 
 def take_payload(
     plan: Plan, index: int, chunks: Iterator[Chunk], old: UInt8[Tensor, " bytes"]
-) -> bytes | None:
+) -> bytearray | None:
     """Overwrite a packed bucket, and return its delta, or None if the delta is not smaller.
 
     Local. Each chunk is compared and written while it is in the cache.
@@ -154,7 +154,8 @@ def take_payload(
         body = as_buffer(old[at:end]) if delta is None else delta
         parts += [_HEAD.pack(_FULL if delta is None else _DELTA, len(body)), body]
         at = end
-    return b"".join(parts) if sum(map(len, parts)) < at else None
+    # Writable, because `torch.frombuffer` needs writable bytes.
+    return bytearray().join(parts) if sum(map(len, parts)) < at else None
 
 
 def apply_payloads(

@@ -258,8 +258,7 @@ def _buffers(link: Link, messages: Sequence[Message], size_bytes: int) -> list[T
 
 def _fill(outgoing: Shipment, index: int, buffer: Tensor) -> Tensor:
     if outgoing.base is not None:
-        # frombuffer needs writable bytes, but the bytes of a delta are read-only.
-        payload = torch.frombuffer(bytearray(outgoing.payload(index)), dtype=torch.uint8)
+        payload = torch.frombuffer(outgoing.payload(index), dtype=torch.uint8)
         filled = buffer[: len(payload)]
         filled.copy_(payload)
         return filled

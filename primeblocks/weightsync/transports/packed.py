@@ -9,7 +9,6 @@ lease.
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
 import weakref
@@ -255,11 +254,10 @@ class _Incoming:
                 lease.close()
 
         lent = Borrowed(buckets, close=close)
-        if not self._keep and lease.until == math.inf:
+        if not self._keep:
             return lent
         try:
-            until = min(lease.until, request.deadline)
-            return copied(plan, request.reader, lent, stays=self._keep, deadline=until)
+            return copied(plan, request.reader, lent, deadline=request.deadline)
         finally:
             lent.close()
 
@@ -355,6 +353,5 @@ def _pack_payloads(outgoing: Shipment, pool: Pool) -> None:
     # Rounded up to a power of two, so that deltas of similar size can share a registered buffer.
     buffer = pool.take(outgoing.version, 1 << max(0, size_bytes - 1).bit_length())
     for index, start in starts.items():
-        # frombuffer needs writable bytes, but the bytes of a delta are read-only.
-        payload = torch.frombuffer(bytearray(payloads[index]), dtype=torch.uint8)
+        payload = torch.frombuffer(payloads[index], dtype=torch.uint8)
         buffer[start : start + sizes[index]].copy_(payload)
