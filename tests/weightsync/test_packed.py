@@ -8,7 +8,7 @@ from primeblocks.layout import Layout, Shard
 from primeblocks.weightsync import Publisher, Subscriber, plan_sync
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.transports.carriers import Span, WireCarrier, starts_of
-from primeblocks.weightsync.transports.packed import Packed, Pool
+from primeblocks.weightsync.transports.packed import Packed, Pool, starts_of_version
 from tests.weightsync.contents import Engine, same_bytes
 from tests.weightsync.packed_site import KINDS, TIMEOUT_S, Site, parameters
 from tests.weightsync.test_store import LocalWire, soon
@@ -102,6 +102,24 @@ def test_corrupt_bytes_are_refused_and_the_old_version_stays(site):
     site.publish(3)
     assert site.receive().version == 3
     assert site.has(3)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_buckets_in_the_place_of_each_other_are_refused(site, both):
+    site.publish(1)
+    site.receive()
+    site.publish(2)
+    starts, _ = starts_of_version(site.plan, site.owner.markers()[-1], 0)
+    sizes = [bucket.bytes for bucket in site.plan.buckets]
+    first, second = next((i, j) for i in starts for j in range(i) if sizes[i] == sizes[j])
+    parts = [site.buffer(2)[starts[i] : starts[i] + sizes[i]] for i in (first, second)]
+    before = parts[0].clone()
+    parts[0].copy_(parts[1])
+    if both:
+        parts[1].copy_(before)
+    with pytest.raises(CorruptionError, match="of version 2 fails its digest"):
+        site.receive()
+    assert site.has(1)
 
 
 def test_a_load_that_fails_goes_back(site, monkeypatch):

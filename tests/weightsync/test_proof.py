@@ -187,23 +187,6 @@ def test_all_ranks_hear_what_one_saw_and_one_without_floating_parameters_takes_p
         assert without_floats
 
 
-NAMES = ("0.weight", "0.bias", "1.weight", "1.bias")
-
-
-@pytest.mark.parametrize("lost", [("0.weight",), ("1.weight", "1.bias"), NAMES])
-@pytest.mark.parametrize("had", ["nothing", "the right ones"])
-def test_a_tensor_that_never_arrives_is_noticed(tmp_path, before, lost, had):
-    served = Served(tmp_path, spoil=lambda name, t, version: None if name in lost else t)
-    if had != "nothing":
-        held = served.model.state_dict()
-        served.tensors = {name: tensor.clone() for name, tensor in held.items()}
-    with pytest.raises(TransferError) as met:
-        served.prove()
-    assert all(name in str(met.value) for name in lost)
-    assert f"{len(lost)} tensors, such as" in str(met.value)
-    assert_restored(served.model, before)
-
-
 @pytest.mark.parametrize("kind", ["module", "state_dict", "views"])
 def test_tied_tensors_are_perturbed_once(kind):
     model = nn.ModuleDict({"embed": nn.Embedding(6, 4), "head": nn.Linear(4, 6, bias=False)})
