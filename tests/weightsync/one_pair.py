@@ -22,16 +22,19 @@ class Engine:
 
 
 class Setup:
-    """A publisher of two tensors, and a subscriber; `path` is where their transport lies."""
+    """A publisher of some tensors, and a subscriber; `path` is where their transport lies."""
 
-    def __init__(self, transport, path):
+    def __init__(
+        self, transport, path, *, weights=None, bucket_bytes=64, reader=None, load=None, **options
+    ):
         self.path = path
-        self.weights = {"a": torch.zeros(40, 3), "b": torch.zeros(5, dtype=torch.int64)}
+        self.weights = weights or {"a": torch.zeros(40, 3), "b": torch.zeros(5, dtype=torch.int64)}
         manifest = describe(self.weights)
-        self.plan = plan_sync([manifest], manifest.whole(), bucket_bytes=64)
+        self.plan = plan_sync([manifest], manifest.whole(), bucket_bytes=bucket_bytes)
         self.transport, self.engine = transport, Engine()
         self.publisher = Publisher(self.plan, self.weights, transport)
-        self.subscriber = Subscriber(self.plan, self.engine.load, transport)
+        load = load or self.engine.load
+        self.subscriber = Subscriber(self.plan, load, reader or transport, **options)
 
     def publish(self, version):
         for tensor in self.weights.values():

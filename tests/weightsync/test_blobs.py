@@ -4,42 +4,39 @@ import fcntl
 import mmap
 import os
 import struct
-from pathlib import Path
 
 import pytest
 import torch
 
 from primeblocks.errors import CorruptionError, TransferError, UsageError
 from primeblocks.testing import ranks
-from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
+from primeblocks.weightsync import SharedMemoryTransport
 from primeblocks.weightsync.held import Boxes
 from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.transports import blobs
 from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import plan_of_bytes
+from tests.weightsync.one_pair import Setup
 
 
-class Site:
+class Site(Setup):
     """A trainer and an engine of one process. The engine keeps what `take` makes of each tensor."""
 
     def __init__(self, root, *, check="before", take=torch.clone):
-        self.root, self.kept = root, {}
-        self.weights = {f"t{i}": torch.zeros(500, 3) for i in range(4)}
-        manifest = describe(self.weights)
-        self.plan = plan_sync([manifest], manifest.whole(), bucket_bytes=7000)
-        self.transport = SharedMemoryTransport("policy", owner=True, root=str(root))
-        self.publisher = Publisher(self.plan, self.weights, self.transport)
-        self.engine = SharedMemoryTransport("policy", root=str(root))
-        self.take = take
-        self.subscriber = Subscriber(self.plan, self.load, self.engine, check=check)
+        self.kept, self.take = {}, take
+        self.reader = SharedMemoryTransport("policy", root=str(root))
+        super().__init__(
+            SharedMemoryTransport("policy", owner=True, root=str(root)),
+            root,
+            weights={f"t{i}": torch.zeros(500, 3) for i in range(4)},
+            bucket_bytes=7000,
+            reader=self.reader,
+            load=self.load,
+            check=check,
+        )
 
     def load(self, tensors):
         self.kept = {name: self.take(tensor) for name, tensor in tensors}
-
-    def publish(self, version):
-        for tensor in self.weights.values():
-            tensor.fill_(version)
-        self.publisher.publish(version, timeout_s=TIMEOUT_S)
 
     def sync(self, version):
         """To the engine, which has to serve it then."""
@@ -48,16 +45,13 @@ class Site:
         assert set(self.kept) == set(self.weights)
         assert all(tensor.eq(version).all() for tensor in self.kept.values())
 
-    def link(self, version):
-        return next(Path(self.root).rglob(f"version-{version}.safetensors"))
-
 
 @pytest.fixture(params=["before", "ahead"])
 def site(request, tmp_path):
     site = Site(tmp_path, check=request.param)
     yield site
     site.subscriber.close()
-    site.engine.close()
+    site.reader.close()
     site.transport.close()
 
 
@@ -89,14 +83,14 @@ def _through_torch(fd):
 def test_what_is_committed_cannot_be_changed_by_who_opens_it(site, harm):
     site.sync(1)
     site.publish(2)
-    before = site.link(2).read_bytes()
-    fd = os.open(site.link(2), os.O_RDWR)
+    before = site.blob(2).read_bytes()
+    fd = os.open(site.blob(2), os.O_RDWR)
     with pytest.raises((OSError, RuntimeError), match="ermi"):
         harm(fd)
     os.close(fd)
     with pytest.raises(OSError, match="ermi"):
-        site.link(2).open("wb")
-    assert site.link(2).read_bytes() == before
+        site.blob(2).open("wb")
+    assert site.blob(2).read_bytes() == before
     site.sync(3)
 
 
@@ -128,7 +122,7 @@ def test_memory_takes_turns_once_nothing_of_it_is_kept(site):
     inodes = []
     for version in range(8):
         site.sync(version)
-        inodes.append(site.link(version).stat().st_ino)
+        inodes.append(site.blob(version).stat().st_ino)
     assert len(set(inodes)) <= 3
     assert len(set(inodes[4:])) < 4
 
@@ -166,7 +160,7 @@ def test_what_a_load_writes_stays_in_its_process_and_in_its_version(site, take):
     site.sync(0)
     for version in range(1, 9):
         site.sync(version)
-    assert struct.unpack("<f", site.link(8).read_bytes()[-4:]) == (8.0,)
+    assert struct.unpack("<f", site.blob(8).read_bytes()[-4:]) == (8.0,)
 
 
 def test_a_load_under_inference_mode(site):
@@ -224,9 +218,9 @@ def test_versions_end_with_a_killed_owner_and_leave_no_memory(tmp_path):
 def test_memory_of_another_name_is_not_taken_for_a_version(site):
     """A process may have got the number of one that ended, and its descriptor."""
     site.publish(1)
-    fd = blobs.allocate("primeblocks-other", site.link(1).stat().st_size)
+    fd = blobs.allocate("primeblocks-other", site.blob(1).stat().st_size)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, blobs._FUTURE_WRITE)
-    link = site.link(1)
+    link = site.blob(1)
     link.unlink()
     link.symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
     with pytest.raises(TransferError, match="is not available"):
@@ -237,7 +231,7 @@ def test_memory_of_another_name_is_not_taken_for_a_version(site):
 @pytest.mark.parametrize("target", ["/etc/passwd", "/proc/self/fd/0", "/proc/1/fd/../exe"])
 def test_a_link_to_anything_else_is_not_followed(site, target):
     site.publish(1)
-    link = site.link(1)
+    link = site.blob(1)
     link.unlink()
     link.symlink_to(target)
     with pytest.raises(UsageError, match="was refused"):

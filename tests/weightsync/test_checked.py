@@ -28,6 +28,7 @@ from primeblocks.weightsync.transports import FileTransport, IpcTransport
 from primeblocks.weightsync.transports.packed import starts_of_version
 from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import Engine
+from tests.weightsync.one_pair import Setup
 
 KINDS = ("shared_memory", "file", "ipc")
 LENT = ("file", "ipc")  # Sealed memory has tests of its own.
@@ -41,36 +42,19 @@ def transport_at(kind, root):
     return SharedMemoryTransport("policy", owner=True, root=str(root))
 
 
-class Site:
+class Site(Setup):
     """A trainer and an engine of this process, and the bytes between them to be spoilt."""
 
-    def __init__(self, kind, root, *, check="before", weights=None, bucket_bytes=64):
-        self.kind, self.root = kind, root
-        self.weights = weights or {f"t{i}": torch.zeros(5, 3) for i in range(12)}
-        manifest = describe(self.weights)
-        self.plan = plan_sync([manifest], manifest.whole(), bucket_bytes=bucket_bytes)
-        self.transport, self.engine = transport_at(kind, root), Engine()
-        self.publisher = Publisher(self.plan, self.weights, self.transport)
-        self.spoil = lambda taken: None
-        self.subscriber = Subscriber(self.plan, self.load, self.transport, check=check)
+    def __init__(self, kind, root, *, weights=None, **options):
+        self.kind, self.spoil = kind, lambda taken: None
+        weights = weights or {f"t{i}": torch.zeros(5, 3) for i in range(12)}
+        options |= {"weights": weights, "load": self.load}
+        super().__init__(transport_at(kind, root), root, **options)
 
     def load(self, tensors):
-        got = {}
         for taken, (name, tensor) in enumerate(tensors):
-            got[name] = tensor.clone()
-            self.engine.tensors[name] = got[name]
+            self.engine.serves[name] = tensor.clone()
             self.spoil(taken)
-
-    def publish(self, version):
-        for tensor in self.weights.values():
-            tensor.fill_(version)
-        self.publisher.publish(version, timeout_s=TIMEOUT_S)
-
-    def receive(self, version=None):
-        return self.subscriber.receive(version, timeout_s=TIMEOUT_S)
-
-    def path(self, version):
-        return next(Path(self.root).rglob(f"version-{version}.safetensors"))
 
     def flip(self, version, at):
         """Change a byte of the weights where they lie; `at` counts from the end."""
@@ -83,19 +67,15 @@ class Site:
                     for i in range(start, start + n)][-at - 1]  # fmt: skip
             buffer[byte] ^= 0xFF
             return
-        with self.path(version).open("r+b") as file:
+        with self.blob(version).open("r+b") as file:
             file.seek(-at - 1, 2)
             byte = file.read(1)[0]
             file.seek(-at - 1, 2)
             file.write(bytes([byte ^ 0xFF]))
 
     def cut(self, version, size_bytes):
-        with self.path(version).open("r+b") as file:
+        with self.blob(version).open("r+b") as file:
             file.truncate(size_bytes)
-
-    def served(self):
-        (value,) = {float(v) for t in self.engine.tensors.values() for v in t.flatten()}
-        return value
 
 
 WAYS = list(itertools.product(LENT, ("before", "ahead")))
@@ -152,7 +132,7 @@ def test_a_file_that_is_cut_short_is_an_error_not_a_signal(site):
     if site.kind == "ipc":
         pytest.skip("anonymous memory is sealed against it")
     site.subscriber.verify(timeout_s=TIMEOUT_S)
-    site.cut(2, site.path(2).stat().st_size - 700)
+    site.cut(2, site.blob(2).stat().st_size - 700)
     with pytest.raises(TransferError, match=r"ends at \d+ bytes.*Version 1 was loaded again"):
         site.receive()
     assert_refused(site)
@@ -206,7 +186,7 @@ def test_what_a_load_writes_into_its_tensors_harms_nobody(kind, tmp_path):
 
     def load(tensors):
         for name, tensor in tensors:
-            site.engine.tensors[name] = tensor.clone()
+            site.engine.serves[name] = tensor.clone()
             tensor.fill_(66)
 
     site.subscriber._load = load
@@ -240,7 +220,7 @@ def damage_at_random(seed, tmp_path):
 
     def spoil(version):
         if kind != "ipc" and rng.random() < 0.2:
-            site.cut(version, site.path(version).stat().st_size - rng.randint(1, size))
+            site.cut(version, site.blob(version).stat().st_size - rng.randint(1, size))
         else:
             site.flip(version, rng.randrange(size))
 
@@ -262,10 +242,10 @@ def damage_at_random(seed, tmp_path):
             site.receive(version)
         except EngineError:
             assert site.subscriber.version is None
-            site.engine.tensors = {}
+            site.engine.serves = {}
         except PrimeblocksError:
             if site.subscriber.version is None:
-                assert not site.engine.tensors
+                assert not site.engine.serves
             else:
                 assert site.served() == site.subscriber.version
         else:
