@@ -114,11 +114,7 @@ def bring(
         threads: how many buckets are handled at a time, if there are enough bytes.
         counted: gets the bytes of each checked bucket.
 
-    Raises:
-        PlanError: a version was sent by another plan.
-        CorruptionError: the bytes are not as sent.
-        DeadlineError: the bytes were not checked in time.
-        TransferError: the version was retired during the call.
+    Raises the errors that `Subscriber.receive` raises before a load.
     """
     plan, reader, deadline = request.plan, request.reader, request.deadline
     for each in found:
@@ -161,11 +157,7 @@ def bring(
 
 
 def check(plan: Plan, reader: int, fetched: Fetched) -> None:
-    """Check every byte that this reader wants.
-
-    Raises:
-        CorruptionError: a byte is not as sent.
-    """
+    """Check every byte that this reader wants, or raise CorruptionError."""
     assert fetched.held is not None
     for index in plan.of_reader(reader):
         _check_bucket(plan, index, fetched.held, fetched.marker)
@@ -240,10 +232,9 @@ class Feed:
         self._checks: list[Future[None]] = []
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) pairs for a load. Each tensor is valid until the next one.
+        """Yield (name, tensor) pairs for a load, or raise CorruptionError.
 
-        Raises:
-            CorruptionError: the bytes of a tensor are not as sent.
+        Each tensor is valid until the next one.
         """
         for name in self.names:
             yield name, self._tensor(name)
@@ -254,11 +245,7 @@ class Feed:
                         self._copies.drop(source)
 
     def check(self) -> None:
-        """Check all unchecked bytes now, before the load asks for a tensor.
-
-        Raises:
-            CorruptionError: a byte is not as sent.
-        """
+        """Check all unchecked bytes before the load asks for a tensor, or raise CorruptionError."""
         self._checks = [self._pool.submit(self._check, index) for index in self._order]
         for check in self._checks:
             check.result()

@@ -10,7 +10,6 @@ import torch
 from primeblocks.errors import TransferError
 from primeblocks.weightsync import (
     Publisher,
-    SharedMemoryTransport,
     Subscriber,
     describe,
     fetched,
@@ -21,40 +20,6 @@ from primeblocks.weightsync import (
 from primeblocks.weightsync.convert import record_wiring
 from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import flip_sent
-
-
-@pytest.fixture
-def weights():
-    return {name: torch.arange(64.0) for name in "abc"}
-
-
-@pytest.fixture
-def publisher(weights, tmp_path):
-    source = describe(weights)
-    plan = plan_sync([source], source.whole(), bucket_bytes=256)
-    with (
-        SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as transport,
-        Publisher(plan, weights, transport, full_every=16) as publisher,
-    ):
-        yield publisher
-
-
-def test_bytes_are_told_bucket_by_bucket_also_of_deltas(weights, publisher):
-    for version in range(2):
-        told = []
-        publisher.publish(version, timeout_s=TIMEOUT_S, progress=lambda *at: told.append(at))  # noqa: B023
-        assert told == [(256, 768), (512, 768), (768, 768)]
-        weights["a"][0] += 1
-
-
-def test_an_error_of_progress_ends_the_publish_and_a_retry_succeeds(publisher):
-    def broken(done, total):
-        raise KeyError(done)
-
-    with pytest.raises(TransferError, match="KeyError: 256"):
-        publisher.publish(0, timeout_s=TIMEOUT_S, progress=broken)
-    assert publisher.publish(0, timeout_s=TIMEOUT_S).version == 0
-
 
 SIZE = 520  # Of the two tensors of `setup`, in buckets of at most 64 bytes.
 
@@ -79,6 +44,22 @@ def failing(at):
             raise KeyError(call)
 
     return broken
+
+
+def test_bytes_are_told_bucket_by_bucket_also_of_deltas(setup):
+    publisher = Publisher(setup.plan, setup.weights, setup.transport, full_every=16)
+    ends = [*itertools.accumulate(bucket.bytes for bucket in setup.plan.buckets)]
+    for version in range(2):
+        told = Told()
+        publisher.publish(version, timeout_s=TIMEOUT_S, progress=told)
+        assert told == [(end, SIZE) for end in ends]
+        setup.weights["b"][0] += 1
+
+
+def test_an_error_of_progress_ends_the_publish_and_a_retry_succeeds(setup):
+    with pytest.raises(TransferError, match="KeyError: 1"):
+        setup.publisher.publish(0, timeout_s=TIMEOUT_S, progress=failing(1))
+    assert setup.publisher.publish(0, timeout_s=TIMEOUT_S).version == 0
 
 
 @pytest.fixture(params=[1, 4])

@@ -33,7 +33,7 @@ from primeblocks.weightsync.transports.transport import Lease, ReceiveRequest
 from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import Engine, same_bytes
 from tests.weightsync.packed_site import parameters
-from tests.weightsync.test_board import GRACE_S, Patience, Store
+from tests.weightsync.test_board import GRACE_S, Patience, Store, made
 
 LEASE_S = 30.0
 
@@ -70,13 +70,6 @@ class LocalWire:
 
     def close(self):
         self.shared.clear()
-
-
-def made(commits, version):
-    commits.begin(version, keep=commits.markers(deadline=soon()), deadline=soon())
-    marker = Marker.make(run=commits.run, version=version, plan="", sizes=(), buckets=())
-    commits.commit(marker, deadline=soon())
-    return marker
 
 
 @pytest.fixture

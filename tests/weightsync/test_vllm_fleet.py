@@ -20,6 +20,7 @@ from tests.engine_forks import Nursery
 from tests.engine_job import call
 from tests.weightsync.vllm_site import (
     PROMPTS,
+    SAID,
     SIZES,
     TIMEOUT_S,
     InProcess,
@@ -129,7 +130,7 @@ async def _one_update(requests: Requests, trainer: Trainer, mode: Any, version: 
         "spans": [spans_of(output) for output in outputs],
         "report": report,
         "paused": await engine.is_paused(),
-        "after": await requests.all(f"after {mode}", 24),
+        "after": await requests.all(f"after {mode}", SAID),
     }
 
 

@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
+import importlib
 import json
-import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,8 +13,15 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import torch
 
-from primeblocks.errors import DeadlineError, EngineError, PlanError, UnsupportedError, UsageError
-from primeblocks.weightsync import describe, plan_sync
+from primeblocks.errors import (
+    DeadlineError,
+    EngineError,
+    MissingPackageError,
+    PlanError,
+    UnsupportedError,
+    UsageError,
+)
+from primeblocks.weightsync import adapters, describe, plan_sync
 from primeblocks.weightsync.adapters.vllm import VllmServer, attach, server_args, update
 from primeblocks.weightsync.adapters.vllm import describe as describe_loads
 from primeblocks.weightsync.marker import Receipt
@@ -208,24 +215,15 @@ def test_nobody_at_the_address():
         update_one(server)
 
 
-def test_addresses_that_are_none():
-    with pytest.raises(UnsupportedError, match="not the address of a server"):
-        VllmServer("localhost:8000")
-
-
-def test_a_trainer_drives_servers_without_vllm():
-    code = (
-        "import sys; sys.modules['vllm'] = None\n"
-        "from primeblocks.weightsync.adapters import vllm\n"
-        "vllm.VllmServer('http://host:1'); print(vllm.server_args())\n"
-        "for name in ('engine_args', 'register'):\n"
-        "    try: getattr(vllm, name)()\n"
-        "    except vllm.server.MissingPackageError as error: print(error)\n"
-        "try: vllm.WorkerExtension\n"
-        "except vllm.server.MissingPackageError as error: print(error)\n"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    lines = ran.stdout.splitlines()
-    assert lines[0] == str(server_args())
-    remedy = "Run in your clone of primeblocks: pip install '.[vllm]'"
-    assert lines[1:] == [f"vllm is not installed. {remedy}"] * 3
+def test_a_trainer_drives_servers_without_vllm(monkeypatch):
+    monkeypatch.setattr(adapters, "vllm", adapters.vllm)  # It is imported anew.
+    for name in [name for name in sys.modules if name.startswith(adapters.vllm.__name__)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    vllm = importlib.import_module("primeblocks.weightsync.adapters.vllm")
+    vllm.VllmServer("http://host:1")
+    assert vllm.server_args() == server_args()
+    remedy = r"vllm is not installed\. Run in your clone of primeblocks: pip install '\.\[vllm\]'"
+    for needs_it in (vllm.engine_args, vllm.register, lambda: vllm.WorkerExtension):
+        with pytest.raises(MissingPackageError, match=remedy):
+            needs_it()

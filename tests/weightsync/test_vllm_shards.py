@@ -24,6 +24,7 @@ from tests.engine_job import call
 from tests.weightsync.vllm_site import (
     CARRIERS,
     ENGINE,
+    SAID,
     SIZES,
     TIMEOUT_S,
     Requests,
@@ -120,9 +121,9 @@ async def _sync(folder, family, full):
     engine = _start(folder / "even")
     requests = Requests(engine)
     await engine.collective_rpc("count")
-    saw = {"even": await requests.all("start", 24), "syncs": {}}
+    saw = {"even": await requests.all("start", SAID), "syncs": {}}
     reads = await adapter.describe(engine, source.whole(), timeout_s=TIMEOUT_S)
-    saw["described"] = await requests.all("described", 24)
+    saw["described"] = await requests.all("described", SAID)
     plan = plan_sync([source], reads, bucket_bytes=BUCKET_BYTES)
     # Shared with an engine whose workers come first.
     shared = plan_sync([source], [*reads, *reads], bucket_bytes=BUCKET_BYTES)
@@ -149,7 +150,7 @@ async def _sync(folder, family, full):
                 saw[case] = str(error)
     engine.shutdown()
     fresh = _start(folder / "odd")
-    saw["odd"] = await Requests(fresh).all("start", 24)
+    saw["odd"] = await Requests(fresh).all("start", SAID)
     fresh.shutdown()
     return saw
 
@@ -175,7 +176,7 @@ async def _updates(requests, model, publisher, kind, updates):
         await engine.abort(names(name))  # They have seen what they were for.
         spans.append([spans_of(output) for output in await asyncio.gather(*running)])
         sizes.append(receipt.bytes)
-        said.append(await requests.all(f"{name}now", 24))
+        said.append(await requests.all(f"{name}now", SAID))
     counts = await engine.collective_rpc("counted")
     return {"said": said, "counts": counts, "spans": spans, "sizes": sizes}
 

@@ -33,6 +33,7 @@ from tests.ports import free_port
 from tests.weightsync.contents import PACKED, flip_sent, packed_end, store_at
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden": 64}
+SAID = 12  # tokens of a greedy answer
 PROMPTS = [[1, 5, 7, 9, 11], [1, *range(20, 60)], [1, *range(100, 117)]]
 ENGINE: dict[str, Any] = {
     "enforce_eager": True,
@@ -92,7 +93,7 @@ def seen(output: Any) -> list[Any]:
 def greedy(llm: Any, request: Any = None) -> list[Any]:
     """What an LLM says; of one LoRA adapter, or of a list of them, one for each prompt."""
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-    outputs = llm.generate(prompts, sampling(24), use_tqdm=False, lora_request=request)
+    outputs = llm.generate(prompts, sampling(SAID), use_tqdm=False, lora_request=request)
     return [seen(output) for output in outputs]
 
 
@@ -261,7 +262,7 @@ class InProcess:
         self.pid = process.pid
 
     async def greedy(self, name: str) -> list[Any]:
-        return await self.requests.all(name, 24)
+        return await self.requests.all(name, SAID)
 
     async def long(self, name: str) -> tuple[int, Any]:
         output = await self.requests.one(name, PROMPTS[0], 900)
@@ -336,7 +337,7 @@ class Served:
     async def greedy(self, name: str) -> list[Any]:
         result = []
         for index, ids in enumerate(PROMPTS):
-            choice = await self.ask(ids, 24, f"{name}{index}")
+            choice = await self.ask(ids, SAID, f"{name}{index}")
             told = [float.hex(item["logprob"]) for item in choice["logprobs"]["content"]]
             result.append([choice["token_ids"], told])
         return result
