@@ -235,20 +235,6 @@ def test_a_version_that_goes_while_it_is_opened_is_a_typed_error(make, monkeypat
             reader.open(marker, size_bytes=SIZE)
 
 
-def test_commits_that_go_while_they_are_read_are_read_once_more(make, monkeypatch):
-    owner, reader = make(owner=True), make(owner=False)
-    put(owner, 1, 7)
-    read = directory_commits.read_own
-
-    def gone(path, *args, **options):
-        text = read(path, *args, **options)
-        owner.close()
-        return text
-
-    monkeypatch.setattr(directory_commits, "read_own", gone)
-    assert [marker.version for marker in reader.markers()] == [1]
-
-
 @pytest.mark.parametrize("call", ["markers", "hold", "open", "read"])
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EMFILE])
 def test_a_file_that_cannot_be_opened_is_a_typed_error(call, code, make, monkeypatch):

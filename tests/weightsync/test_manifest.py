@@ -129,12 +129,6 @@ def test_a_name_twice_is_refused():
         describe(pairs)
 
 
-def test_an_unknown_dtype_in_json_is_refused():
-    text = describe({"a": torch.zeros(1)}).to_json().replace("float32", "float33")
-    with pytest.raises(PlanError, match="float33"):
-        Manifest.from_json(text)
-
-
 def _experts_under_fsdp():
     """FSDP2 over the shards of expert parallelism: dim 0 is cut twice, experts first."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "expert"))

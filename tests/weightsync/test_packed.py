@@ -7,8 +7,8 @@ from primeblocks.errors import CorruptionError, DeadlineError, PlanError, Transf
 from primeblocks.layout import Layout, Shard
 from primeblocks.weightsync import Publisher, Subscriber, plan_sync
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
-from primeblocks.weightsync.transports.carriers import Span, WireCarrier, starts_of
-from primeblocks.weightsync.transports.packed import Packed, Pool, starts_of_version
+from primeblocks.weightsync.transports.carriers import Span, WireCarrier
+from primeblocks.weightsync.transports.packed import Packed, starts_of_version
 from tests.weightsync.contents import Engine, same_bytes
 from tests.weightsync.packed_site import KINDS, TIMEOUT_S, Site, parameters
 from tests.weightsync.test_store import LocalWire, soon
@@ -188,15 +188,6 @@ def test_a_restarted_trainer_is_followed(site):
 # --- the parts ---------------------------------------------------------------------------------
 
 
-def test_buckets_lie_one_behind_the_other():
-    assert starts_of({3: 10, 1: 256, 2: 0, 7: 257}, align_bytes=256) == (
-        {3: 0, 1: 256, 2: 512, 7: 512},
-        1024,
-    )
-    assert starts_of({3: 10, 1: 256}, align_bytes=1) == ({3: 0, 1: 10}, 266)
-    assert starts_of({}, align_bytes=256) == ({}, 0)
-
-
 def test_a_box_is_a_view_where_it_can_be():
     spec = TensorSpec(torch.float32, Layout.whole((4, 6)))
     halves = [
@@ -241,23 +232,3 @@ def test_only_fetches_of_full_versions_use_a_spare_buffer():
     for delta in deltas:
         delta.close()
     assert place(fetch(again=True)) == place(full)
-
-
-def test_a_pool_uses_buffers_again():
-    made, dropped, wire = [], [], LocalWire()
-    wire.share = lambda buffer: made.append(buffer) or {}
-    wire.unshare = lambda buffer: dropped.append(id(buffer))
-    pool = Pool(WireCarrier(wire))
-    first, second = pool.take(1, 10), pool.take(2, 10)
-    pool.keep([2])
-    assert pool.take(3, 10) is first
-    assert [(v, id(shared.buffer)) for v, shared in pool.used.items()] == [
-        (2, id(second)),
-        (3, id(first)),
-    ]
-    pool.keep([])
-    assert dropped == [id(second)]  # One spare is enough.
-    assert len(pool.take(4, 11)) == 11
-    assert dropped == [id(second), id(first)]  # Its room is needed.
-    pool.close()
-    assert len(dropped) == len(made) == 3
