@@ -8,7 +8,7 @@ from primeblocks.layout import Layout, Shard
 from primeblocks.weightsync import Publisher, Subscriber, plan_sync
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.transports.carriers import Span, WireCarrier
-from primeblocks.weightsync.transports.packed import Packed, starts_of_version
+from primeblocks.weightsync.transports.packed import Packed, Pool, starts_of_version
 from tests.weightsync.contents import Engine, same_bytes
 from tests.weightsync.packed_site import KINDS, TIMEOUT_S, Site, parameters
 from tests.weightsync.test_store import LocalWire, soon
@@ -232,3 +232,23 @@ def test_only_fetches_of_full_versions_use_a_spare_buffer():
     for delta in deltas:
         delta.close()
     assert place(fetch(again=True)) == place(full)
+
+
+def test_a_pool_uses_buffers_again():
+    made, dropped, wire = [], [], LocalWire()
+    wire.share = lambda buffer: made.append(buffer) or {}
+    wire.unshare = lambda buffer: dropped.append(id(buffer))
+    pool = Pool(WireCarrier(wire))
+    first, second = pool.take(1, 10), pool.take(2, 10)
+    pool.keep([2])
+    assert pool.take(3, 10) is first
+    assert [(v, id(shared.buffer)) for v, shared in pool.used.items()] == [
+        (2, id(second)),
+        (3, id(first)),
+    ]
+    pool.keep([])
+    assert dropped == [id(second)]  # One spare is enough.
+    assert len(pool.take(4, 11)) == 11
+    assert dropped == [id(second), id(first)]  # Its room is needed.
+    pool.close()
+    assert len(dropped) == len(made) == 3
