@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import UnsupportedError
 from . import cpu, rows
+from .attention import scaled_dot_product_attention
 from .kernels import Kernels
-from .sdpa import scaled_dot_product_attention
 
 __all__ = ["batch_invariant"]
 
@@ -172,10 +172,6 @@ def _device_besides_cpu(args: Any) -> torch.device | None:
     return next((each for each in devices if each.type != "cpu"), None)
 
 
-def _mm(kernels: Kernels, left: Tensor, right: Tensor) -> Tensor:
-    return kernels.matmul(left, right)
-
-
 def _addmm(
     kernels: Kernels,
     bias: Tensor,
@@ -297,14 +293,6 @@ def _along(function: Callable[..., Tensor], values: Tensor, dim: int, in_float32
     return found.movedim(-1, dim).reshape(values.shape).contiguous()
 
 
-def _softmax(kernels: Kernels, values: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    return _along(kernels.softmax, values, dim, half_to_float)
-
-
-def _log_softmax(kernels: Kernels, values: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    return _along(kernels.log_softmax, values, dim, half_to_float)
-
-
 def _logsumexp(kernels: Kernels, values: Tensor, dims: Any, keepdim: bool = False) -> Tensor:
     work = rows.wide(values)
     greatest = work.amax(tuple(dims), keepdim=True)
@@ -354,7 +342,7 @@ def _rms_norm(
 
 
 ORDERED: dict[Any, Callable[..., Any]] = {
-    aten.mm.default: _mm,
+    aten.mm.default: lambda kernels, left, right: kernels.matmul(left, right),
     aten.mm.out: lambda kernels, left, right, *, out: out.copy_(kernels.matmul(left, right)),
     aten.addmm.default: _addmm,
     aten.bmm.default: _bmm,
@@ -365,8 +353,8 @@ ORDERED: dict[Any, Callable[..., Any]] = {
     aten.sum.dim_IntList: _sum,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
-    aten._softmax.default: _softmax,
-    aten._log_softmax.default: _log_softmax,
+    aten._softmax.default: lambda kernels, *args: _along(kernels.softmax, *args),
+    aten._log_softmax.default: lambda kernels, *args: _along(kernels.log_softmax, *args),
     aten.logsumexp.default: _logsumexp,
     aten.native_layer_norm.default: _layer_norm,
     aten._fused_rms_norm.default: _rms_norm,

@@ -260,10 +260,6 @@ class Recipe:
 
 
 def check_recipe(recipe: object) -> None:
-    """Raise UsageError unless `recipe` is a `Recipe`. Local.
-
-    Raises:
-        UsageError: `recipe` is not a `Recipe`.
-    """
+    """Raise UsageError unless `recipe` is a `Recipe`. Local."""
     if not isinstance(recipe, Recipe):
         raise UsageError(f"recipe must be a Recipe, such as Recipe(); got {recipe!r:.60}.")

@@ -20,7 +20,8 @@ class ReferenceGemm:
 
     Within one tile of the inner dim, products of codes are summed exactly in float64 and rounded to
     float32. Then `total = fma(a_scale * b_scale, sum, total)` adds these sums in float32, tile
-    after tile. The result does not depend on threads, libraries or the order inside a tile.
+    after tile. Results are float32, and do not depend on threads, libraries or the order inside a
+    tile.
 
     Hopper's tensor cores accumulate with fewer bits than float32, so kernels on tensor cores agree
     with this class only within a tolerance. Local. The host waits for the values of `offsets`.
@@ -33,12 +34,10 @@ class ReferenceGemm:
     k_major: ClassVar[bool] = False
 
     def __call__(self, a: Quantized, b: Quantized) -> Tensor:
-        """Multiply `a @ b.T`, float32 `[rows of a, rows of b]`."""
         _check_inner(a, b)
         return _product(a, b, slice(0, a.shape[-1]))
 
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply each expert's rows of `a` by `b[expert].T`, and return float32."""
         _check_inner(a, b)
         out, by_row = a.scales.new_zeros(a.shape[0], b.shape[-2]), _by_row(a)
         for expert, rows in enumerate(runs(offsets)):
@@ -47,7 +46,6 @@ class ReferenceGemm:
         return out
 
     def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Compute `a @ b.T` over each expert's range of the inner dim, and return float32."""
         _check_inner(a, b)
         return torch.stack([_product(a, b, part) for part in runs(offsets)])
 
@@ -56,8 +54,9 @@ class ReferenceGemm:
 class SimulatedGemm:
     """A `Gemm` that multiplies dequantized matrices in float32 with torch.
 
-    Results differ from `ReferenceGemm` only by rounding in float32. Use this class to train small
-    models on a CPU, or on a GPU without float8. Local. The host waits for the values of `offsets`.
+    Results are float32, and differ from `ReferenceGemm` only by rounding in float32. Use this class
+    to train small models on a CPU, or on a GPU without float8. Local. The host waits for the values
+    of `offsets`.
 
     Raises:
         ShapeError: raised by a product if the inner dims of the operands, or the numbers of columns
@@ -67,12 +66,10 @@ class SimulatedGemm:
     k_major: ClassVar[bool] = False
 
     def __call__(self, a: Quantized, b: Quantized) -> Tensor:
-        """Multiply `a @ b.T`, float32 `[rows of a, rows of b]`."""
         _check_inner(a, b)
         return a.dequantize() @ b.dequantize().mT
 
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply each expert's rows of `a` by `b[expert].T`, and return float32."""
         _check_inner(a, b)
         rows, weights = a.dequantize(), b.dequantize().mT
         out = rows.new_zeros(len(rows), weights.shape[-1])
@@ -81,7 +78,6 @@ class SimulatedGemm:
         return out
 
     def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Compute `a @ b.T` over each expert's range of the inner dim, and return float32."""
         _check_inner(a, b)
         left, right = a.dequantize(), b.dequantize().mT
         return torch.stack([left[:, run] @ right[run] for run in runs(offsets)])

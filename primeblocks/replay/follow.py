@@ -24,6 +24,13 @@ __all__ = ["Following", "follow"]
 
 _NAME = "routed_experts"
 _WEIGHTS = "routed_experts_weights"
+_KINDS = {
+    _NAME: ("integers", (*INTEGERS, torch.uint16)),
+    _WEIGHTS: (
+        "float32 or float64 (FSDP2: MixedPrecisionPolicy(cast_forward_inputs=False))",
+        (torch.float32, torch.float64),
+    ),
+}
 
 
 def follow(
@@ -242,16 +249,10 @@ class _Layer:
         tensor = given.get(name)
         if tensor is None:
             return None
-        if name == _WEIGHTS:
-            is_kind = tensor.dtype in (torch.float32, torch.float64)
-        else:
-            is_kind = tensor.dtype in (*INTEGERS, torch.uint16)
+        kind, dtypes = _KINDS[name]
         expected = (self._layers, self.router.top_k)
-        is_kind = is_kind and tensor.layout == torch.strided
+        is_kind = tensor.dtype in dtypes and tensor.layout == torch.strided
         if not is_kind or tensor.ndim != 4 or tuple(tensor.shape[2:]) != expected:
-            kind = "integers"
-            if name == _WEIGHTS:
-                kind = "float32 or float64 (FSDP2: MixedPrecisionPolicy(cast_forward_inputs=False))"
             raise ShapeError(
                 f"{name} must be {kind} [batch, sequence, {expected[0]} layers, {expected[1]}]; "
                 f"got {tensor.dtype} {list(tensor.shape)}. Make it with Routes.tensor(batch=). "

@@ -92,11 +92,7 @@ def impose(
 
 
 class Imposed:
-    """The outcome of a call of `impose`.
-
-    Read the rates after the model has run. You may also read the rates after the context has
-    closed.
-    """
+    """The outcome of a call of `impose`. Read the rates after the model has run."""
 
     def __init__(self, tallies: dict[int, _Tally], known_slots: int) -> None:
         self._tallies = tallies

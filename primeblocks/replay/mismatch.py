@@ -285,13 +285,7 @@ def _check_not_positive(name: str, values: torch.Tensor, positions: torch.Tensor
 
 @dataclass(frozen=True)
 class Agreement:
-    """Rates at which two recordings chose the same experts.
-
-    `overall` and `by_layer` compare the sets of experts of each token in each layer, in any order.
-    `same_order` also compares the order of the experts. `whole_tokens` counts tokens with equal
-    sets in all layers. `first_difference` counts, per layer, the tokens whose sets differ in this
-    layer and are equal in all earlier layers.
-    """
+    """Rates at which two recordings chose the same experts. A set of experts has no order."""
 
     overall: float
     """Fraction of (token, layer) pairs with equal sets of experts."""
@@ -302,7 +296,7 @@ class Agreement:
     whole_tokens: float
     """Fraction of tokens with equal sets of experts in every layer."""
     first_difference: dict[int, float]
-    """By layer id, the fraction of tokens whose sets of experts first differ in this layer."""
+    """By layer id, the fraction of tokens whose sets differ there, and in no earlier layer."""
     tokens: int
     """The number of compared tokens. On both sides they are neither missing nor padding."""
 

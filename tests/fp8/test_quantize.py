@@ -153,12 +153,3 @@ def test_other_bad_input_is_refused():
         quantize(torch.full((2, 2), 1e300, dtype=torch.float64), Tile(2, 2))
     with pytest.raises(UsageError, match="0 x 3"):
         Tile(0, 3)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_codes_and_scales_on_a_gpu_equal_those_on_a_cpu():
-    x = matrix((300, 500)).bfloat16()
-    cpu, gpu = quantize(x, Tile(1, 128)), quantize(x.cuda(), Tile(1, 128))
-    assert torch.equal(cpu.codes.view(torch.uint8), gpu.codes.cpu().view(torch.uint8))
-    assert torch.equal(cpu.scales, gpu.scales.cpu())

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from primeblocks.errors import PlanError, ShapeError, UsageError
+from primeblocks.errors import ShapeError, UsageError
 from primeblocks.replay import Routes, allow_compile, compare, impose, record
 from tests.replay.test_impose import CHECKPOINTS, assert_equal, step
 
@@ -157,24 +157,6 @@ def test_the_one_known_slot_counts_in_full(toy, inputs):
     with impose([router], routes, min_score_ratio=1.0) as imposed:
         model(inputs)
     assert imposed.replacement_rates == {0: 1.0}
-
-
-def test_routes_of_more_layers_or_choices_are_refused(toy, foreign):
-    model = toy()
-    with (
-        pytest.raises(
-            PlanError, match=r"in layers \(0, 1\), but the routes are for layers \(0, 1, 2\)"
-        ),
-        impose(model.routers[:2], foreign()),
-    ):
-        pass
-    for router in model.routers:
-        router.top_k = 3
-    with (
-        pytest.raises(PlanError, match="3 of 6 experts, but the routes have 2 of 6"),
-        impose(model.routers, foreign()),
-    ):
-        pass
 
 
 def test_a_second_context_is_found_behind_other_hooks(toy, inputs, foreign):

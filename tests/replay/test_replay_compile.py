@@ -9,9 +9,10 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from primeblocks.errors import UsageError
-from primeblocks.replay import Routes, allow_compile, impose, record
+from primeblocks.replay import Routes, allow_compile, follow, impose, record
 from primeblocks.testing import ranks
 from tests.replay.conftest import ToyModel
+from tests.replay.test_follow import WAYS, Swallows, routers_of
 
 FLAG = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
@@ -59,9 +60,9 @@ def _contexts_share_code(whole, checkpoint, options):
     eager = ToyModel("sigmoid")
     model, counter = _compiled(whole, checkpoint)
     counts = []
-    for i in range(12):
+    for i in range(8):
         # Shapes change once, from where on they are symbols; every third step is plain.
-        sequence = 4 if i < 6 else 4 + i
+        sequence = 4 if i < 4 else 4 + i
         x, routes = _inputs(i, sequence), _routes(i, 2 * sequence)
         if i % 3 == 1:
             _assert_equal(_step(model, x), _step(eager, x))
@@ -74,8 +75,8 @@ def _contexts_share_code(whole, checkpoint, options):
             assert options or (tape.routes.experts == routes.experts)[~routes.missing].all()
         counts.append(counter.frame_count)
     # Imposed and plain, with fixed shapes; the same with any shape.
-    assert counts[1] == counts[5], counts
-    assert counts[7] == counts[11], counts
+    assert counts[1] == counts[3], counts
+    assert counts[5] == counts[7], counts
     assert options or counts[-1] <= 4
 
 
@@ -199,10 +200,61 @@ def _compiled_before():
         _ = tape.routes
 
 
+def _flight(model, seeds, sequence, call):
+    """Gradients of several forwards whose backwards follow together; None is a plain forward."""
+    model.zero_grad()
+    total, leaves = 0, []
+    for i, seed in enumerate(seeds):
+        leaves.append(_inputs(i, sequence).requires_grad_())
+        routes = None if seed is None else _routes(seed, 2 * sequence)
+        total = total + call(model, leaves[-1], routes).square().sum()
+    total.backward()
+    return [leaf.grad for leaf in leaves] + [p.grad.clone() for p in model.parameters()]
+
+
+def _by_argument(model, x, routes):
+    return model(x) if routes is None else model(x, routed_experts=routes.tensor(batch=2))
+
+
+def _by_context(model, x, routes):
+    if routes is None:
+        return model(x)
+    with impose(model.routers, routes):
+        return model(x)
+
+
+def _follows(way, whole, checkpoint):
+    """Micro-batches in flight follow their rows, with code that they share."""
+    setattr(torch._dynamo.config, FLAG, True)  # As torchtitan sets it, for checkpoints inside.
+    model, counter = WAYS[way](checkpoint), CompileCounterWithBackend("aot_eager")
+    following = follow(model, routers_of(model))
+    for part in [model] if whole else model.layers:
+        part.compile(backend=counter, fullgraph=True)
+    eager, counts = ToyModel(), []
+    # Shapes change, and are symbols from then on.
+    for i, sequence in enumerate((4, 6, 7)):
+        seeds = (i, i + 1, None)
+        found = _flight(model, seeds, sequence, _by_argument)
+        wanted = _flight(eager, seeds, sequence, _by_context)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        counts.append(counter.frame_count)
+    following.close()
+    assert counts[1] == counts[2] <= 12, counts
+
+
+def _not_handed_on():
+    model = Swallows()
+    follow(model, model.routers)
+    model.compile(backend="eager")
+    with pytest.raises(UsageError, match="did not reach layers"):
+        model(_inputs(0), routed_experts=_routes(0, 8).tensor(batch=2))
+
+
 CASES = {
     "contexts share code of layers": partial(_contexts_share_code, False, None, {}),
-    "contexts share code of a model": partial(_contexts_share_code, True, None, {}),
-    "contexts share code with checkpoints": partial(_contexts_share_code, True, False, {}),
+    "contexts share code of a model with checkpoints": partial(
+        _contexts_share_code, True, False, {}
+    ),
     "the score filter": partial(_contexts_share_code, False, None, {"min_score_ratio": 0.9}),
     "gates": _gates_loop,
     "a late backward, with a checkpoint inside": partial(_late_is_right, True, False),
@@ -212,6 +264,9 @@ CASES = {
     "a second forward is told from recomputation": _recorded_twice,
     "layers of transformers": partial(_transformers, "gpt_oss"),
     "a model compiled without its hooks is reported": _compiled_before,
+    "rows that a model hands on": partial(_follows, "handed on", True, False),
+    "rows of wrapped layers": partial(_follows, "wrapped", False, None),
+    "rows that do not arrive": _not_handed_on,
 }
 
 

@@ -226,35 +226,6 @@ def _follow(folder: Path) -> dict[str, Any]:
     return results
 
 
-def _hand_over(folder: Path) -> dict[str, Any]:
-    """One engine prefills, another decodes with its KV, which comes through a shared folder."""
-    import vllm
-
-    shared = {"shared_storage_path": str(folder / "shared")}
-    connector = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": shared,
-    }
-    max_bytes = plan_capture_bytes(EXACT, page_tokens=PAGE_TOKENS, device_pages=32)
-    texts = prompts(np.random.default_rng(3), 3, 100)
-    results: dict[str, Any] = {}
-    for case, tokens in (("prefill", 1), ("decode", 24)):
-        engine = vllm.LLM(
-            str(folder / "exact"),
-            num_gpu_blocks_override=32,
-            kv_transfer_config=connector,
-            **ENGINE,
-            **engine_args(max_bytes=max_bytes, device="cpu"),
-        )
-        asked = [{"prompt_token_ids": ids} for ids in texts]
-        answers = engine.generate(asked, sampling(tokens, temperature=0.0), use_tqdm=False)
-        results[case] = served(answers)
-        engine.llm_engine.engine_core.shutdown()
-        del engine
-    return results
-
-
 @torch.no_grad()
 def wrong(routes: Routes, models: list[Any], tokens: np.ndarray, cut: int | None = None) -> float:
     """The rate of known experts that transformers scores below its own, after the same choices.
@@ -334,17 +305,6 @@ def test_the_engine_is_alive_after_all_that(pages, models):
     for tokens, _, _, routes in pages["alive"]:
         assert routes.missing.sum() == 1
         assert wrong(routes, models, tokens) == 0
-
-
-def test_prefill_and_decode_engines_make_one_whole(folder, models):
-    """The decoding engine got the KV of three pages through a shared folder, and no rows."""
-    saw = call(_hand_over, folder)
-    for (*_, first), (tokens, _, cached, second) in zip(*saw.values(), strict=True):
-        assert cached == 96
-        assert second.missing.nonzero()[0].tolist() == [*range(96), len(tokens) - 1]
-        whole = first.with_missing(after=len(tokens) - first.tokens).fill(second)
-        assert whole.missing.nonzero()[0].tolist() == [len(tokens) - 1]
-        assert wrong(whole, models, tokens) == 0
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -199,9 +199,10 @@ def _quantize_blocks(
 class TritonQuantizer:
     """A `FusedQuantizer` in Triton that returns the same bits as `fp8.quantize`.
 
-    Each call quantizes in one kernel. With `nonfinite="raise"`, the check of the scales needs more
-    kernels. If tiles have one row, scales of neighbouring rows are adjacent in memory, because
-    products read scales in this order. The sides of tiles must be powers of two up to 128.
+    `how` stands for the keywords `scale`, `quotient` and `nonfinite` of `fp8.quantize`. Each call
+    quantizes in one kernel. With `nonfinite="raise"`, the check of the scales needs more kernels.
+    If tiles have one row, scales of neighbouring rows are adjacent in memory, because products read
+    scales in this order. The sides of tiles must be powers of two up to 128.
     """
 
     def __call__(
@@ -222,35 +223,18 @@ class TritonQuantizer:
             UnsupportedError: Triton cannot use `x`, or the kernel does not support `tile`.
             ShapeError: `x` is not a matrix of floating-point numbers.
         """
-        return _quantize(x, tile, scale, quotient, nonfinite)[0]
+        return _quantize(x, tile, scale=scale, quotient=quotient, nonfinite=nonfinite)[0]
 
-    def both(
-        self,
-        x: Tensor,
-        tile: Tile,
-        *,
-        scale: Scale = "float32",
-        quotient: Quotient = "reciprocal",
-        nonfinite: Nonfinite = "raise",
-    ) -> tuple[Quantized, Quantized]:
+    def both(self, x: Tensor, tile: Tile, **how: Any) -> tuple[Quantized, Quantized]:
         """Quantize `x` and `x.mT`, both in tiles of size `tile`, and read `x` only once. Local.
 
         The codes of `x` and of `x.mT` are contiguous. In `x` and in `x.mT`, the first tile starts
         at the first row and the first column. Raises the errors of `__call__`.
         """
-        made, flipped = _quantize(x, tile, scale, quotient, nonfinite, both=True)
+        made, flipped = _quantize(x, tile, both=True, **how)
         return made, flipped
 
-    def swiglu(
-        self,
-        gate_up: Tensor,
-        scores: Tensor | None,
-        tile: Tile,
-        *,
-        scale: Scale = "float32",
-        quotient: Quotient = "reciprocal",
-        nonfinite: Nonfinite = "raise",
-    ) -> Quantized:
+    def swiglu(self, gate_up: Tensor, scores: Tensor | None, tile: Tile, **how: Any) -> Quantized:
         """Quantize the SwiGLU of `gate_up` without storing the activation. Local.
 
         The kernel moves 5 bytes per bfloat16 activation. Separate kernels for SwiGLU and
@@ -264,18 +248,10 @@ class TritonQuantizer:
             UnsupportedError, UsageError: as for `__call__`.
         """
         _check_gated(gate_up, scores)
-        how = (tile, scale, quotient, nonfinite)
-        return _quantize(gate_up, *how, gated=True, scores=scores)[0]
+        return _quantize(gate_up, tile, gated=True, scores=scores, **how)[0]
 
     def swiglu_both(
-        self,
-        gate_up: Tensor,
-        scores: Tensor | None,
-        tile: Tile,
-        *,
-        scale: Scale = "float32",
-        quotient: Quotient = "reciprocal",
-        nonfinite: Nonfinite = "raise",
+        self, gate_up: Tensor, scores: Tensor | None, tile: Tile, **how: Any
     ) -> tuple[Quantized, Quantized]:
         """Quantize the SwiGLU of `gate_up`, and the transpose of the SwiGLU. Local.
 
@@ -283,18 +259,17 @@ class TritonQuantizer:
         quantization would move 10 bytes per activation.
         """
         _check_gated(gate_up, scores)
-        how = (tile, scale, quotient, nonfinite)
-        made, flipped = _quantize(gate_up, *how, both=True, gated=True, scores=scores)
+        made, flipped = _quantize(gate_up, tile, both=True, gated=True, scores=scores, **how)
         return made, flipped
 
 
 def _quantize(
     x: Tensor,
     tile: Tile,
-    scale: Scale,
-    quotient: Quotient,
-    nonfinite: Nonfinite,
     *,
+    scale: Scale = "float32",
+    quotient: Quotient = "reciprocal",
+    nonfinite: Nonfinite = "raise",
     both: bool = False,
     gated: bool = False,
     scores: Tensor | None = None,
