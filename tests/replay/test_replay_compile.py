@@ -251,11 +251,12 @@ def _not_handed_on():
 
 
 CASES = {
-    "contexts share code of layers": partial(_contexts_share_code, False, None, {}),
     "contexts share code of a model with checkpoints": partial(
         _contexts_share_code, True, False, {}
     ),
-    "the score filter": partial(_contexts_share_code, False, None, {"min_score_ratio": 0.9}),
+    "contexts share code of layers, with the score filter": partial(
+        _contexts_share_code, False, None, {"min_score_ratio": 0.9}
+    ),
     "gates": _gates_loop,
     "a late backward, with a checkpoint inside": partial(_late_is_right, True, False),
     "a late backward": partial(_late_is_right, False, None),
