@@ -283,12 +283,11 @@ def test_routes_of_another_model_are_refused(toy, foreign, monkeypatch):
     with impose(model.routers[:1], foreign().select_layers([0])):
         model.layers[0](torch.randn(8, 5, dtype=torch.float64))
     for name, value, found in (("num_experts", 7, "2 of 7"), ("top_k", 3, "3 of 6")):
-        with (
-            monkeypatch.context() as patch,
-            pytest.raises(PlanError, match=f"{found} experts, but the routes have 2 of 6"),
-        ):
+        with monkeypatch.context() as patch:
             patch.setattr(model.routers[0], name, value)
-            with impose(model.routers[:1], foreign().select_layers([0])):
+            message = f"{found} experts, but the routes have 2 of 6"
+            imposed = impose(model.routers[:1], foreign().select_layers([0]))
+            with pytest.raises(PlanError, match=message), imposed:
                 pass
 
 

@@ -36,7 +36,8 @@ def test_two_micro_batches_in_flight_have_the_bits_of_impose(family):
         with impose(routers, routes):
             loss(model).backward()
     wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    for use_reentrant in (None, False, True):
+    # What a family's own code has to do with it is whether its forward hands rows on.
+    for use_reentrant in (None, False, True) if family == "qwen3_moe" else (False,):
         checkpointed(model, use_reentrant)
         with follow(model, routers):
             with record(routers) as tape:

@@ -188,13 +188,13 @@ def _follow(folder: Path) -> dict[str, Any]:
 
     be_patient()
     page_bytes = EXACT.num_layers * 2 * 2 * 32 * PAGE_TOKENS * 4
-    rows_of_a_page = PAGE_TOKENS * EXACT.bytes_per_token
+    # Rows of thirty pages: those in use, and few of the tiers'.
+    max_bytes = plan_capture_bytes(EXACT, page_tokens=PAGE_TOKENS, device_pages=30)
     engine = vllm.LLM(
         str(folder / "exact"),
         num_gpu_blocks_override=32,
         **ENGINE,
-        # Rows of thirty pages: those in use, and few of the tiers'.
-        **engine_args(max_bytes=30 * rows_of_a_page, device="cpu"),
+        **engine_args(max_bytes=max_bytes, device="cpu"),
         **offload_args(
             primary_bytes=16 * page_bytes,
             host_bytes=64 * page_bytes,
@@ -205,7 +205,8 @@ def _follow(folder: Path) -> dict[str, Any]:
     )
     generator = np.random.default_rng(2)
     asked, flood = prompts(generator, 4, 100), prompts(generator, 24, 100)
-    results: dict[str, Any] = {}
+    store = engine.collective_rpc(lambda worker: worker.model_runner.aux_output_connector._store)[0]
+    results: dict[str, Any] = {"allotted": (store._store.object_nbytes, store._store.num_slots)}
 
     def run(case: str, texts: list[list[int]], **settings: Any) -> None:
         parameters = sampling(8, **settings)
@@ -223,6 +224,7 @@ def _follow(folder: Path) -> dict[str, Any]:
     run("alive", prompts(generator, 2, 50))
     run("nucleus", prompts(generator, 4, 50), **NUCLEUS)
     engine.llm_engine.engine_core.shutdown()
+    assert store._closed  # The plug-in closes it with the runner.
     return results
 
 
@@ -299,6 +301,11 @@ def test_pages_bring_their_rows_or_none(pages, models, case):
         else:
             assert cached == (96 if case == "warm" else 0)
             assert missing.tolist() == [len(tokens) - 1]
+
+
+def test_planned_bytes_are_what_the_engine_allots(pages):
+    """A page of rows is as large as planned, and as many fit."""
+    assert pages["allotted"] == (PAGE_TOKENS * EXACT.bytes_per_token, 30)
 
 
 def test_the_engine_is_alive_after_all_that(pages, models):
