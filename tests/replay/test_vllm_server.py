@@ -4,16 +4,9 @@ import asyncio
 import base64
 import io
 import json
-import os
-import signal
 import struct
-import subprocess
-import sys
 import time
-import urllib.error
 import urllib.request
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +15,9 @@ import pytest
 import torch
 import xxhash
 
-from primeblocks.errors import CorruptionError, UsageError, how_it_ended
+from primeblocks.errors import CorruptionError, UsageError
 from primeblocks.replay import compare, record
+from primeblocks.replay.adapters.transformers import routers
 from primeblocks.replay.adapters.vllm import (
     MEDIA_TYPE,
     RouterShape,
@@ -35,9 +29,10 @@ from primeblocks.replay.adapters.vllm import (
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync.adapters import vllm as into_vllm
 from tests.deadlines import HANG_S, START_S
-from tests.engine_job import ENVIRONMENT, KV_BYTES
-from tests.ports import free_port
+from tests.engine_forks import Nursery
+from tests.engine_job import call
 from tests.replay.vllm_served import logprobs_of
+from tests.weightsync.vllm_site import Served
 
 SHAPE = RouterShape(num_layers=4, moe_layers=(1, 2, 3), num_experts=8, top_k=2)
 ROWS = np.arange(24, dtype=np.uint8).reshape(3, 4, 2)
@@ -50,6 +45,8 @@ def npy(rows: np.ndarray) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
+PROMPT = np.random.default_rng(1).integers(4, 512, 40).tolist()
+LONG_PROMPT = np.random.default_rng(0).integers(4, 512, 150).tolist()
 ANSWER = {"id": "x", "choices": [{"index": 0, "routed_experts": npy(ROWS)}, {"index": 1}]}
 
 
@@ -62,7 +59,9 @@ def sealed(text: bytes, *files: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "text", [b"[" * 100_000, b'{"a":' * 100_000, b"[]", b"null", b"1", b'"x"', b"", b"\xff", b"{"]
+    "text",
+    [b"[" * 100_000, b'{"a":' * 100_000, b"[]", b"null", b"1", b'"x"', b"", b"\xff", b"{"],
+    ids=range(9),
 )
 def test_a_sealed_answer_of_nonsense_is_corruption(text):
     with pytest.raises(CorruptionError, match="JSON of an answer"):
@@ -163,60 +162,58 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path) -> Iterator[str]:
-    options = {
-        "--model": str(model),
-        "--port": str(free_port()),
-        "--host": "127.0.0.1",
-        "--dtype": "float32",
-        "--max-model-len": "512",
-        "--max-num-seqs": "4",
-        "--block-size": "32",
-        "--kv-cache-memory-bytes": str(KV_BYTES),
-        "--logprobs-mode": "processed_logprobs",
-    }
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enable-scale-out"]
-    command += [*server_args(max_bytes=1 << 20, device="cpu"), *into_vllm.server_args()]
-    command += pages_args(primary_bytes=8 << 20, host_bytes=8 << 20)
-    for name, value in options.items():
-        command += [name, value]
-    log = (model.parent / "log").open("wb")
-    process = subprocess.Popen(
-        command,
-        env=os.environ | ENVIRONMENT | {"VLLM_SERVER_DEV_MODE": "1"},
-        stdout=log,
-        stderr=subprocess.STDOUT,
-    )
-    url = f"http://127.0.0.1:{options['--port']}"
-    try:
-        deadline = time.monotonic() + START_S
-        while not healthy(url):
-            ended, said = process.poll(), (model.parent / "log").read_text()[-4000:]
-            assert ended is None, f"the server {how_it_ended(ended)}\n{said}"
-            assert time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.2)  # there is no event to wait for
-        yield url
-    finally:
-        process.send_signal(signal.SIGINT)
+def saw(model: Path) -> dict[str, Any]:
+    return call(_serve, model)
+
+
+def _serve(model: Path) -> dict[str, Any]:
+    """What clients of a server of all three blocks get."""
+    with Nursery() as nursery:  # Before anything starts a thread.
+        from primeblocks.kvoffload.adapters.vllm import server_args as pages_args
+
+        sizes = {"primary_bytes": 8 << 20, "host_bytes": 8 << 20}
+        words = [*server_args(max_bytes=1 << 20, device="cpu"), "--block-size", "32"]
+        words += pages_args(**sizes, routes_bytes_per_token=SHAPE.bytes_per_token)
+        served = Served(model, model.parent / "log", *words, nursery=nursery)
         try:
-            process.wait(HANG_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        log.close()
+            served.wait(START_S)
+            turns, rollouts = _two_turns(served.url), asyncio.run(_rollouts(served.url, model))
+            return {"turns": turns, "rollouts": rollouts, "state": _state(served.url)}
+        finally:
+            served.close()
 
 
-def pages_args(**sizes: int) -> list[str]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
-        from primeblocks.kvoffload.adapters import vllm as adapter
-    return adapter.server_args(**sizes, routes_bytes_per_token=SHAPE.bytes_per_token)
+def _state(url: str) -> tuple[Any, str]:
+    calls = into_vllm.VllmServer(url).until(time.monotonic() + HANG_S)
+    (worker,) = asyncio.run(calls.collective_rpc("primeblocks_state"))
+    metrics = urllib.request.urlopen(f"{url}/metrics", timeout=HANG_S).read().decode()
+    return worker, metrics
 
 
-def healthy(url: str) -> bool:
-    try:
-        return urllib.request.urlopen(f"{url}/health", timeout=2).status == 200
-    except (urllib.error.URLError, OSError):
-        return False
+async def _rollouts(url: str, model: Path) -> list[Any]:
+    import openai
+
+    from primeblocks.async_loop.adapters.openai import generate, served_version
+
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        with pytest.raises(UsageError, match="'default'"):
+            await served_version(client)
+        label = {"new_version": "3"}
+        await client.post(f"{url}/update_weight_version", cast_to=str, body=label)
+        asked = {"version": lambda: served_version(client), "timeout_s": 60.0, "n": 2}
+        with pytest.raises(UsageError, match="status 4"):
+            await generate(client, PROMPT, model=str(model), max_tokens=2000, **asked)
+        return await generate(client, PROMPT, model=str(model), max_tokens=16, **asked)
+
+
+def _two_turns(url: str) -> tuple[bytes, bytes, list[int], bytes]:
+    """An answer in both forms, then the prompt of the next turn, and its answer."""
+    text = ask(url, LONG_PROMPT, accept="application/json")
+    body = ask(url, LONG_PROMPT, accept=MEDIA_TYPE)
+    tokens = LONG_PROMPT + json.loads(text)["choices"][0]["token_ids"]
+    turn = [*tokens, *PROMPT]
+    start = len(tokens) - 1  # New rows only.
+    return text, body, turn, ask(url, turn, accept=MEDIA_TYPE, routed_experts_prompt_start=start)
 
 
 def ask(url: str, prompt: list[int], *, accept: str, **sampling: Any) -> bytes:
@@ -231,93 +228,62 @@ def ask(url: str, prompt: list[int], *, accept: str, **sampling: Any) -> bytes:
         return response.read()
 
 
+@pytest.fixture(scope="module")
+def trainer(model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+@torch.no_grad()
+def own_routes(trainer: Any, tokens: list[int]) -> Any:
+    with record(routers(trainer)) as tape:
+        trainer(input_ids=torch.tensor([tokens]), use_cache=False)
+    return tape.routes
+
+
 @pytest.mark.vllm
-def test_one_server_has_what_all_three_blocks_ask_for(server):
-    calls = into_vllm.VllmServer(server).until(time.monotonic() + HANG_S)
-    (worker,) = asyncio.run(calls.collective_rpc("primeblocks_state"))
+def test_one_server_has_what_all_three_blocks_ask_for(saw):
+    worker, metrics = saw["state"]
     assert "attach" in worker["message"]
-    ask(server, list(range(4, 100)), accept=MEDIA_TYPE)
-    metrics = urllib.request.urlopen(f"{server}/metrics", timeout=HANG_S).read().decode()
     assert "primeblocks_kvoffload_stores" in metrics
 
 
 @pytest.mark.vllm
-def test_the_openai_client_gets_rollouts(server, model):
-    import openai
-    from transformers import AutoModelForCausalLM
-
-    from primeblocks.async_loop.adapters.openai import generate, served_version
-    from primeblocks.replay.adapters.transformers import routers
-
-    prompt = np.random.default_rng(1).integers(4, 512, 40).tolist()
-
-    async def rollouts() -> Any:
-        async with openai.AsyncOpenAI(base_url=f"{server}/v1", api_key="none") as client:
-            with pytest.raises(UsageError, match="'default'"):
-                await served_version(client)
-            label = {"new_version": "3"}
-            await client.post(f"{server}/update_weight_version", cast_to=str, body=label)
-            asked = {"version": lambda: served_version(client), "timeout_s": 60.0, "n": 2}
-            with pytest.raises(UsageError, match="status 4"):
-                await generate(client, prompt, model=str(model), max_tokens=1000, **asked)
-            return await generate(client, prompt, model=str(model), max_tokens=16, **asked)
-
-    got = asyncio.run(rollouts())
-    trainer = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+def test_the_openai_client_gets_rollouts(saw, trainer):
+    got = saw["rollouts"]
     assert len({tuple(rollout.completion) for rollout in got}) == 2
     for rollout in got:
-        assert rollout.prompt.tolist() == prompt
+        assert rollout.prompt.tolist() == PROMPT
         assert set(rollout.versions) == {3}
         routes = routes_from_base64(
             rollout.attachments["routed_experts"], SHAPE, tokens=len(rollout.tokens)
         )
         with record(routers(trainer)) as tape:
-            own = logprobs_of(trainer, rollout.tokens.copy())[len(prompt) - 1 :]
+            own = logprobs_of(trainer, rollout.tokens.copy())[len(PROMPT) - 1 :]
         assert compare(routes, tape.routes).overall == 1.0
         # Float32 sums of up to 512 terms, over log-probabilities of about -8.
         np.testing.assert_allclose(rollout.logprobs, own, atol=8 * 512 * 2**-24)
 
 
 @pytest.mark.vllm
-@torch.no_grad()
-def test_vllms_server_sends_the_routes_in_both_forms(server, model):
-    from transformers import AutoModelForCausalLM
-
-    from primeblocks.replay.adapters.transformers import routers
-
-    prompt = np.random.default_rng(0).integers(4, 512, 150).tolist()
-    text = ask(server, prompt, accept="application/json")
-    choice = json.loads(text)["choices"][0]
-    tokens = prompt + choice["token_ids"]
+def test_vllms_server_sends_the_routes_in_both_forms(saw, trainer):
+    text, body, turn, next_body = saw["turns"]
+    choice, answer = json.loads(text)["choices"][0], read_answer(body)
+    tokens = LONG_PROMPT + choice["token_ids"]
     by_text = routes_from_base64(choice["routed_experts"], SHAPE, tokens=len(tokens))
-
-    body = ask(server, prompt, accept=MEDIA_TYPE)
-    answer = read_answer(body)
     assert answer.json["choices"][0]["token_ids"] == choice["token_ids"]
     assert answer.routes(0, SHAPE, tokens=len(tokens)) == by_text
     assert len(text) - len(body) > 0.15 * len(choice["routed_experts"])
-
-    trainer = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    with record(routers(trainer)) as tape:
-        trainer(input_ids=torch.tensor([tokens]), use_cache=False)
-    found = compare(by_text, tape.routes)
+    found = compare(by_text, own_routes(trainer, tokens))
     assert found.overall == 1.0
     assert found.tokens == len(tokens) - 1
 
-    # The next turn asks for new rows only.
-    start = len(tokens) - 1
-    turn = [*tokens, *prompt[:40]]
-    body = ask(server, turn, accept=MEDIA_TYPE, routed_experts_prompt_start=start)
-    answer = read_answer(body)
-    total = len(turn) + len(answer.json["choices"][0]["token_ids"])
-    newer = answer.routes(0, SHAPE, tokens=total, prompt_start=start)
-    whole = by_text.extend(newer[start:], start=start)
-    assert whole.missing.nonzero()[0].tolist() == [total - 1]
+    answer, start = read_answer(next_body), len(tokens) - 1
     ids = [*turn, *answer.json["choices"][0]["token_ids"]]
-    with record(routers(trainer)) as tape:
-        trainer(input_ids=torch.tensor([ids]), use_cache=False)
-    assert compare(whole, tape.routes).overall == 1.0
+    newer = answer.routes(0, SHAPE, tokens=len(ids), prompt_start=start)
+    whole = by_text.extend(newer[start:], start=start)
+    assert whole.missing.nonzero()[0].tolist() == [len(ids) - 1]
+    assert compare(whole, own_routes(trainer, ids)).overall == 1.0
