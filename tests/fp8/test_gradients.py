@@ -21,10 +21,10 @@ OFFSETS = [70, 70, 120, 200]  # Ragged, one empty, ends inside tiles; 6 rows bel
 def recipes():
     smaller = {"activations": Tile(1, 32), "weights": Tile(32, 32)}
     for wgrad, saved in product(["bfloat16", "float32", "float8"], ["input", "float8"]):
-        how = {"wgrad": wgrad, "saved": saved}
-        yield Recipe(**how)
-        yield Recipe(**how, scale="ue8m0")
-        yield Recipe.mxfp8(**how)
+        yield Recipe(wgrad=wgrad, saved=saved)
+    yield Recipe(wgrad="float8", scale="ue8m0")
+    for wgrad in ("bfloat16", "float8"):
+        yield Recipe.mxfp8(wgrad=wgrad, saved="float8")
     yield Recipe(**smaller, quotient="division")
     yield Recipe(**smaller, quotient="amax", wgrad="float8")
 

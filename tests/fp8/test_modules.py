@@ -72,15 +72,6 @@ def test_a_layer_under_two_names_is_one_layer():
     ]
 
 
-def test_it_computes_with_the_rounded_weights():
-    exact, rounded = model(), model()
-    convert(rounded, RECIPE, only=ONLY)
-    a, _ = logits_and_gradient(exact)
-    b, _ = logits_and_gradient(rounded)
-    error = float((a - b).norm() / a.norm())
-    assert 1e-4 < error < 0.1
-
-
 def test_a_rule_that_matches_nothing_is_refused():
     with pytest.raises(UsageError, match="matches none of"):
         convert(model(), RECIPE, only="no_such_layer")

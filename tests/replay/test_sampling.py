@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeblocks.replay.sampling import kept_logprobs, kept_tokens
+from primeblocks.replay.sampling import kept_tokens
 
 pytestmark = pytest.mark.vllm
 
@@ -64,21 +64,3 @@ def test_the_same_ids_are_kept_where_the_edge_falls_on_one(truncate):
             expected = as_vllm(truncate, *case).isfinite().sum().item()
             (found,) = kept_tokens(case[0], top_p=case[3]).counts.tolist()
             assert (found or ids) == expected, (ids, percent)
-
-
-@given(case=cases(), data=st.data())
-def test_log_probabilities_and_gradients_are_those_of_the_truncated_logits(truncate, case, data):
-    logits, temperature, top_k, top_p = case
-    leaf = logits.double().requires_grad_()
-    allowed = as_vllm(truncate, *case).isfinite()
-    targets = torch.tensor(
-        [data.draw(st.sampled_from(row.nonzero()[:, 0].tolist())) for row in allowed]
-    )
-    kept = kept_tokens(logits, temperature=temperature, top_k=top_k, top_p=top_p)
-    found = kept_logprobs(leaf, targets, kept, temperature=temperature)
-    (gradient,) = torch.autograd.grad(found.sum(), leaf)
-    scores = (leaf / temperature).masked_fill(~allowed, -torch.inf)
-    expected = scores.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    (expected_gradient,) = torch.autograd.grad(expected.sum(), leaf)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)

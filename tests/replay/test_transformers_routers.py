@@ -82,6 +82,7 @@ def checkpointed(model, use_reentrant):
 def test_own_routes_change_no_bit(family):
     model = build(family)
     routers = adapter.routers(model)
+    assert [router.layer_id for router in routers] == LAYERS.get(family, [1, 2])
     for use_reentrant, dtype in ((True, torch.float32), (False, torch.bfloat16)):
         checkpointed(model.to(dtype), use_reentrant)
         with record(routers) as tape:
@@ -92,23 +93,6 @@ def test_own_routes_change_no_bit(family):
         assert torch.equal(again, logits), use_reentrant
         assert gradients_again.keys() == gradients.keys()
         assert all(torch.equal(gradients_again[name], gradients[name]) for name in gradients)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_foreign_routes_are_followed_and_reach_the_gate(family):
-    model = build(family)
-    routers = adapter.routers(model)
-    assert [router.layer_id for router in routers] == LAYERS.get(family, [1, 2])
-    routes = foreign_routes(routers)
-    logits, own = step(model)
-    with impose(routers, routes), record(routers) as tape:
-        found, gradients = step(model)
-    assert compare(routes, tape.routes).overall == 1.0
-    assert not torch.allclose(found, logits, atol=1e-3)
-    for router in routers:
-        (name,) = (n for n, p in model.named_parameters() if p is weight_of(router))
-        assert gradients[name].abs().max() > 0
-        assert not torch.equal(gradients[name], own[name])
 
 
 def test_a_whole_model_equals_one_with_reference_routers_in_float64(monkeypatch):

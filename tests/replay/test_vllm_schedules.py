@@ -53,23 +53,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("mode", ["alone", "carried"])
 def test_every_row_is_that_of_the_kv_that_is_there(folder, mode, full):
     """Without tiers, and with tiers that carry rows: nothing is wrong and nothing is missing."""
-    counts = schedules(folder, mode, 1000 if full else 40)
+    counts = schedules(folder, mode, 1000 if full else 24)
     print(dict(counts))
     assert counts["wrong"] == counts["missing"] == 0
     assert counts["computed twice"] > 100
     assert counts["known"] > counts["cached"] > 1000
     assert counts["preemptions"] > 10
-    assert (counts["from tiers"] > 100) == (mode == "carried")
+    assert (counts["from tiers"] > 50) == (mode == "carried")
 
 
 def test_tiers_without_rows_bring_missing_ones_at_worst(folder, full):
     """Pages of such a tier are known by their hash alone: missing where it was computed twice."""
     if vllm_release() == "0.33":
         pytest.skip("the plug-in leaves engines of 0.33 alone that have no tier which carries rows")
-    counts = schedules(folder, "hashed", 1000 if full else 40)
+    counts = schedules(folder, "hashed", 1000 if full else 24)
     print(dict(counts))
     assert counts["wrong"] == 0
-    assert counts["from tiers"] > 100
+    assert counts["from tiers"] > 50
     assert counts["known"] > 5 * counts["missing"] > 0
 
 
