@@ -5,8 +5,6 @@ import types
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from primeblocks.errors import MissingPackageError, ShapeError, UnsupportedError
 from primeblocks.fp8 import Quantized, Recipe, Tile, grouped_matmul, matmul, quantize
@@ -61,16 +59,6 @@ def test_groups_are_those_of_the_reference(fake, ends):
     result = DeepGemm().grouped(a, b, offsets_of(*ends))
     assert torch.equal(result, ReferenceGemm().grouped(a, b, offsets_of(*ends)).bfloat16())
     assert fake.calls == ["m_grouped_fp8_gemm_nt_contiguous"]
-
-
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(0, 300))
-def test_the_layout_names_each_rows_expert(tiles, rest):
-    ends = torch.tensor(tiles).cumsum(0).mul(128).int()
-    rows = int(ends[-1]) + rest
-    expected = [expert for expert, count in enumerate(tiles) for _ in range(128 * count)]
-    layout = deep_gemm._layout(ends, rows)
-    assert layout.tolist() == expected + [-1] * rest
-    assert layout.dtype == torch.int32
 
 
 @pytest.mark.parametrize("ends", [(100, 384), (128, 200), (1, 129)])
