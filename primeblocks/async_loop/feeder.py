@@ -60,7 +60,7 @@ class Feeder:
     """Starts requests, and puts finished groups into the buffer. Use a feeder in one event loop.
 
     Args, in addition to those of `AsyncLoop`:
-        failed: a future. Its result becomes the error that ends the run.
+        fail: called with the error that ends the run.
         ended: called whenever a request has ended.
         left: called with each prompt that leaves the run without training, and the reason.
     """
@@ -77,7 +77,7 @@ class Feeder:
         rollout_timeout_s: float | None,
         ledger: Journal | None,
         clock: Clock,
-        failed: asyncio.Future[BaseException],
+        fail: Callable[[BaseException], None],
         ended: Callable[[], None],
         left: Callable[[Any, str], None],
     ) -> None:
@@ -92,7 +92,7 @@ class Feeder:
         self._group_size, self._keep = group_size, keep
         self._retries, self._rollout_timeout_s = retries, rollout_timeout_s
         self._ledger, self._clock = ledger, clock
-        self._failed, self._ended, self._leaves = failed, ended, left
+        self._fail, self._ended, self._leaves = fail, ended, left
         self._again: deque[PromptJob] = deque()
         self._pending: deque[tuple[PromptJob, int]] = deque()  # Samples of started jobs.
         self.jobs: dict[int, PromptJob] = {}  # In flight, by ordinal.
@@ -330,6 +330,6 @@ class Feeder:
         # If another sample of the prompt gave up, the cancellation is not an error.
         if task.cancelled() and self.jobs.get(job.ordinal) is job:
             error = DeadlineError(f"the rollout of prompt {job.ordinal} was cancelled")
-        if error is not None and not self._failed.done():
-            self._failed.set_result(error)
+        if error is not None:
+            self._fail(error)
         self._ended()

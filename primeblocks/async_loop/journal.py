@@ -20,6 +20,7 @@ from .ledger import (
     Partial,
     PromptState,
     Restored,
+    check_ordinal,
     group_rolled_back,
     pack_group,
     pack_trajectory,
@@ -105,7 +106,7 @@ class Journal:
             UsageError: `ordinal` is not the number of prompts drawn so far.
             UnsupportedError: `codec.pack` does not support the type of the prompt.
         """
-        ordinal = tables.integer(ordinal)
+        ordinal = check_ordinal(ordinal)
         value = codec.pack(prompt, name=f"the value of {name_of(ordinal)}")
         with self._database.transaction() as db:
             if ordinal != (cursor := tables.cursor_of(db)):
@@ -137,7 +138,7 @@ class Journal:
             db.execute(
                 "INSERT INTO trajectories (ordinal, sample, payload) VALUES (?, ?, ?)"
                 " ON CONFLICT (ordinal, sample) DO UPDATE SET payload = excluded.payload",
-                (ordinal, tables.integer(sample), payload),
+                (ordinal, check_ordinal(sample), payload),
             )
 
     def finished(self, ordinal: int, group: Group) -> None:
@@ -149,7 +150,7 @@ class Journal:
             UnsupportedError: an attachment cannot be packed.
             CapacityError: a rollout is larger than 1 GB, the limit of a value in SQLite.
         """
-        ordinal = tables.integer(ordinal)
+        ordinal = check_ordinal(ordinal)
         head = pack_group(group, name=name_of(ordinal))
         payloads = [
             (ordinal, sample, pack_trajectory(rollout, name=name_of(ordinal, sample)))

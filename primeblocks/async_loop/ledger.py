@@ -13,6 +13,7 @@ trained prompts back to finished. For earlier steps, `restore` moves taken promp
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..codec import pack, unpack
-from ..errors import CorruptionError, UnsupportedError
+from ..errors import CorruptionError, UnsupportedError, check_counts
 from ..rollout import UNSAMPLED, Group, Rollout, freeze_trajectory, pickled
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Partial",
     "PromptState",
     "Restored",
+    "check_ordinal",
     "group_rolled_back",
     "pack_group",
     "pack_trajectory",
@@ -146,6 +148,16 @@ class Draft:
         self.partials[sample] = partial
 
 
+def check_ordinal(value: Any) -> int:
+    """Return the position of a prompt, or of a sample in its group, as an int that SQLite stores.
+
+    Raises:
+        UsageError: `value` is not a whole number from 0 to 2**63 - 1.
+    """
+    check_counts(least=0, ordinal=value)
+    return operator.index(value)
+
+
 _TRAJECTORIES = {"partial": Partial, "rollout": Rollout}
 
 
@@ -158,8 +170,7 @@ def pack_trajectory(trajectory: Partial | Rollout, *, name: str) -> bytes:
     """
     for kind, cls in _TRAJECTORIES.items():
         if type(trajectory) is cls:
-            values = {each.name: getattr(trajectory, each.name) for each in fields(cls)}
-            return pack([kind, values], name=name)
+            return pack([kind, _values(trajectory)], name=name)
     raise UnsupportedError(f"{name} is a {type(trajectory).__name__}. Pass a Partial or a Rollout.")
 
 
@@ -176,8 +187,9 @@ def unpack_trajectory(payload: bytes, *, name: str) -> Partial | Rollout:
 
 def pack_group(group: Group, *, name: str) -> bytes:
     """Pack the fields of a group except its prompt and its rollouts."""
-    others = {each.name for each in fields(Group)} - {"prompt", "rollouts"}
-    return pack({each: getattr(group, each) for each in sorted(others)}, name=name)
+    values = _values(group)
+    del values["prompt"], values["rollouts"]
+    return pack(values, name=name)
 
 
 def unpack_group(payload: bytes, prompt: Any, rollouts: Sequence[Any], *, name: str) -> Group:
@@ -226,7 +238,7 @@ def _named(ordinal: int) -> str:
     return f"the group of ordinal {ordinal}"
 
 
-def _values(item: Group | Rollout) -> dict[str, Any]:
+def _values(item: Group | Partial | Rollout) -> dict[str, Any]:
     return {each.name: getattr(item, each.name) for each in fields(item)}
 
 

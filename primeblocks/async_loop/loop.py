@@ -78,8 +78,8 @@ class AsyncLoop:
         ended: the reason why `steps` ended early, or None.
 
     Raises:
-        UsageError: a batch does not fit the buffer, `buffer` is not a `RolloutBuffer`, a number is
-            out of range, or a function's signature does not fit.
+        UsageError: a batch does not fit the buffer, `buffer` is not a `RolloutBuffer`, `prompts` is
+            not iterable, a number is out of range, or a function's signature does not fit.
     """
 
     def __init__(
@@ -135,8 +135,7 @@ class AsyncLoop:
         self._source, self._ledger = source, ledger
         self._timeout_s = step_timeout_s
         self._clock = MonotonicClock() if clock is None else clock
-        self._make_feeder = partial(
-            Feeder,
+        self._feeder = Feeder(
             prompts=prompts,
             generate=generate,
             buffer=buffer,
@@ -146,10 +145,10 @@ class AsyncLoop:
             rollout_timeout_s=rollout_timeout_s,
             ledger=ledger,
             clock=self._clock,
+            fail=self._fail,
             ended=self._go_on,
             left=self._left_out,
         )
-        self._feeder: Feeder | None = None
         self._failed: asyncio.Future[BaseException] | None = None
         self._is_stepping = False  # Stays True after an error: the batch was removed.
         self._starved: asyncio.Future[BaseException] | None = None  # Done if no batch will come.
@@ -163,12 +162,11 @@ class AsyncLoop:
         self._paced_s = 0.0
 
     async def __aenter__(self) -> AsyncLoop:
-        if self._feeder is not None:
+        if self._failed is not None:
             raise ClosedError("a loop opens once. Make a new loop, with version=loop.version.")
         running = asyncio.get_running_loop()
         self._failed, self._starved = running.create_future(), running.create_future()
         self._failed.add_done_callback(lambda failed: _end(self._starved, failed.result()))
-        self._feeder = self._make_feeder(failed=self._failed)
         if self._ledger is not None:
             for group in self._feeder.resume(self._ledger.restore(self.version)):
                 self._feeder.finished += 1
@@ -181,7 +179,6 @@ class AsyncLoop:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._feeder is not None
         assert self._worker is not None
         worker, self._worker = self._worker, None
         worker.close()  # Before the waits, which may be cancelled.
@@ -219,7 +216,7 @@ class AsyncLoop:
         return tuple(self._lost)
 
     async def _step(self) -> Step:
-        if self._worker is None or self._feeder is None:
+        if self._worker is None:
             raise ClosedError("the loop is not open. Use: async with loop: ...")
         if self._is_stepping:
             raise ClosedError("a step has failed, or runs in another call. Make a new loop.")
@@ -263,7 +260,6 @@ class AsyncLoop:
     def _record(
         self, groups: tuple[Group, ...], metrics: Any, times: tuple[float, float, float, float]
     ) -> Step:
-        assert self._feeder is not None
         before, feeder, policy = self.version - 1, self._feeder, self._buffer.staleness
         masked = 0
         for group in groups:
@@ -298,7 +294,6 @@ class AsyncLoop:
 
     def _end_early(self, done: int, count: int) -> None:
         """Record why there are fewer steps. Raise if failures are the only reason."""
-        assert self._feeder is not None
         ends, feeder, left = self._ends, self._feeder, self._feeder.left
         self.ended = (
             f"{done} of {count} steps were trained, because the prompts are used up: "
@@ -322,15 +317,18 @@ class AsyncLoop:
             rest, self._publishing = self._publishing, None
             await self._within(rest, what="a publish")
 
+    def _fail(self, error: BaseException) -> None:
+        _end(self._failed, error)
+
     def _restore_ended(self, put: asyncio.Task[None]) -> None:
         if not put.cancelled() and (error := put.exception()):
-            _end(self._failed, error)
+            self._fail(error)
 
     def _publish_ended(self, rest: asyncio.Future[Any]) -> None:
         if rest.cancelled():
             return
         if error := rest.exception():
-            return _end(self._failed, error)
+            return self._fail(error)
         self.published = self.version
         self._go_on()
 
@@ -339,7 +337,7 @@ class AsyncLoop:
         try:
             self._feed()
         except Exception as error:  # From the ledger, or the iterable of prompts.
-            _end(self._failed, error)
+            self._fail(error)
 
     async def _run(self, function: Callable[..., Any], *args: Any, what: str, **kwargs: Any) -> Any:
         assert self._worker is not None
@@ -352,7 +350,6 @@ class AsyncLoop:
         )
 
     def _drop(self, group: Group) -> None:
-        assert self._feeder is not None
         self._dropped += 1
         self._count(group.prompt, "dropped")
         self._feeder.ask_again(group)
@@ -369,7 +366,6 @@ class AsyncLoop:
 
     def _feed(self) -> None:
         """Start as many groups and requests as there is room for."""
-        assert self._feeder is not None
         feeder, most = self._feeder, self._max_in_flight
         limit = most if isinstance(most, SupportsIndex) else most.limit
         groups = self._buffer.staleness.room(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import operator
 import sqlite3
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..errors import CorruptionError, UsageError
-from .ledger import PromptState
+from .ledger import PromptState, check_ordinal
 
 __all__ = [
     "APPLICATION",
@@ -21,7 +20,6 @@ __all__ = [
     "cursor_of",
     "delete",
     "expect",
-    "integer",
     "name_of",
     "progress_of",
     "trajectories",
@@ -29,7 +27,6 @@ __all__ = [
 
 SCHEMA_VERSION = 2
 APPLICATION = 0x50424A4C  # "PBJL"
-_MAX_INTEGER = (1 << 63) - 1
 # The states that a row may have. Final prompts and left out prompts have no row.
 _STATES = [*PromptState][: [*PromptState].index(PromptState.TRAINED) + 1]
 # The states in which each call may find a prompt.
@@ -56,16 +53,6 @@ CREATE TABLE trajectories (id INTEGER PRIMARY KEY, ordinal INTEGER NOT NULL,
 """
 
 
-def integer(value: Any) -> int:
-    """Return an ordinal or a sample as an int that SQLite can store."""
-    number = -1 if isinstance(value, bool) else operator.index(value)
-    if not 0 <= number < _MAX_INTEGER:
-        raise UsageError(
-            f"the number of a prompt or a sample must be from 0 to 2**63 - 1; got {value!r}"
-        )
-    return number
-
-
 def name_of(ordinal: int, sample: int | None = None) -> str:
     return f"prompt {ordinal}" if sample is None else f"sample {sample} of prompt {ordinal}"
 
@@ -88,7 +75,7 @@ def counts_of(db: sqlite3.Connection) -> dict[PromptState, int]:
 
 def expect(db: sqlite3.Connection, call: str, ordinals: Sequence[int]) -> list[int]:
     """Return the ordinals in order. Raise UsageError if the call does not fit a prompt's state."""
-    wanted = sorted({integer(ordinal) for ordinal in ordinals})
+    wanted = sorted({check_ordinal(ordinal) for ordinal in ordinals})
     if not wanted or len(wanted) < len(ordinals):
         raise UsageError(
             f"{call}() needs at least one prompt, and each prompt only once; got {list(ordinals)}"

@@ -18,6 +18,7 @@ __all__ = [
     "read_request",
     "response_body",
     "response_events",
+    "strict_json",
 ]
 
 ROLES = {
@@ -153,6 +154,17 @@ def _read_json(body: bytes) -> dict[str, Any]:
     return value
 
 
+def strict_json(text: str) -> Any:
+    """Parse JSON without NaN, numbers too large for a float, and halves of surrogate pairs.
+
+    Raises:
+        ValueError, RecursionError: `text` is not such JSON.
+    """
+    value = json.loads(text, parse_constant=_refuse_constant)
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return value
+
+
 def _refuse_constant(word: str) -> None:
     raise ValueError(f"{word} is not JSON")
 
@@ -272,8 +284,7 @@ def _call(value: Any, where: str) -> dict[str, Any]:
         raise UsageError(f"{where} is not a function")
     name, text = _need(function, "name", str), _need(function, "arguments", str)
     try:
-        arguments = json.loads(text, parse_constant=_refuse_constant)
-        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+        arguments = strict_json(text)
     except (ValueError, RecursionError):
         arguments = None
     # Templates write an object themselves. Anything else stays text.

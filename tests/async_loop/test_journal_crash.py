@@ -18,9 +18,6 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-if __name__ == "__main__":
-    from tests.async_loop import light  # noqa: F401
-
 from primeblocks.async_loop.journal import Journal
 from tests.async_loop.ledgers import connection_of, fill, plain, some_calls
 from tests.deadlines import JOB_S

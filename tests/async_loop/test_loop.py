@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import itertools
+import threading
 import time
 from types import SimpleNamespace
 
@@ -120,14 +121,6 @@ def test_without_staleness_it_is_the_synchronous_loop():
     assert world.trained == expected
 
 
-@pytest.mark.parametrize(("count", "max_in_flight"), [(0, 1), (3, 16), (7, 1)])
-def test_it_never_waits_for_a_batch_that_cannot_come(count, max_in_flight):
-    prompts = iter(range(count))
-    world, steps = run(collect, prompts=prompts, max_in_flight=max_in_flight, step_timeout_s=HANG_S)
-    assert len(steps) == count // 2
-    assert len(world.asked) == count
-
-
 def test_groups_that_wait_for_room_in_the_buffer_count_once():
     async def body(world, loop):
         loop._buffer.capacity = 2
@@ -223,17 +216,6 @@ def test_a_group_that_fails_ends_a_step_that_is_under_way(what):
     run(body)
 
 
-@pytest.mark.parametrize("what", ["generate", "train", "publish"])
-def test_the_first_failure_ends_the_loop(what):
-    async def body(world, loop):
-        world.fail[what] = EngineError("gone")
-        with pytest.raises(EngineError, match="gone"):
-            await collect(world, loop)
-        assert world.running == 0
-
-    run(body)
-
-
 @pytest.mark.parametrize("what", ["train", "publish"])
 def test_no_step_follows_a_step_that_failed(what):
     async def body(world, loop):
@@ -273,15 +255,23 @@ def test_a_hung_engine_ends_at_the_deadline_and_nothing_stays_behind():
 
 
 def test_a_hung_training_step_ends_at_the_deadline():
-    import threading
+    begun, release = threading.Event(), threading.Event()
 
-    release = threading.Event()
+    def train(groups, *, version):
+        begun.set()
+        release.wait(HANG_S)
 
     async def main():
-        world = World()
-        world.train = lambda groups, *, version: release.wait(HANG_S)
+        world, clock = World(), ManualClock()
+        world.train = train
+        # The end of the loop waits for `train` as long, by the machine's own clock.
+        loop = make_loop(world, step_timeout_s=0.1, clock=clock)
+        collecting = asyncio.create_task(collect(world, loop))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        clock.advance(0.1)
         with pytest.raises(DeadlineError, match="a step"):
-            await collect(world, make_loop(world, step_timeout_s=2.0))
+            await collecting
 
     try:
         asyncio.run(asyncio.wait_for(main(), HANG_S))

@@ -22,6 +22,7 @@ from primeblocks.errors import (
     UnsupportedError,
     UsageError,
 )
+from primeblocks.testing.faults import ManualClock
 from tests.deadlines import HANG_S
 
 zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")
@@ -88,12 +89,17 @@ def test_a_group_arrives_as_it_was_and_its_copy_goes_once_it_is_settled():
 
 def test_a_full_buffer_holds_put_back_and_a_withdrawn_group_is_not_delivered():
     async def body():
-        buffer = buffer_of(capacity=1)
+        buffer, clock = buffer_of(capacity=1), ManualClock()
         receiver = RolloutReceiver(buffer, ANY)
-        async with receiver, RolloutSender(receiver.address, retry_s=0.02) as sender:
+        sender = RolloutSender(receiver.address, retry_s=0.02, clock=clock)
+        async with receiver, sender:
             await sender.put(make_group(0), timeout_s=HANG_S)
+            withdrawn = asyncio.ensure_future(sender.put(make_group(1), timeout_s=HANG_S))
+            while 1 not in receiver._known:  # Until it has arrived.
+                await asyncio.sleep(0.01)
+            clock.advance(HANG_S)
             with pytest.raises(DeadlineError, match="put of group 1 at tcp"):
-                await sender.put(make_group(1), timeout_s=2)  # It has arrived long before.
+                await withdrawn
             assert sender.kept == (0,)
             while 1 in receiver._known:  # Until a message names what is kept.
                 await asyncio.sleep(0.01)

@@ -9,6 +9,7 @@ import pytest
 from primeblocks.async_loop import RolloutBuffer, StalenessPolicy
 from primeblocks.async_loop import ledger as packed
 from primeblocks.errors import DeadlineError, UnsupportedError, UsageError
+from primeblocks.testing.faults import ManualClock
 from tests.deadlines import HANG_S
 
 zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")
@@ -42,16 +43,20 @@ def test_a_group_that_is_withdrawn_while_the_trainer_steps_takes_no_room():
 
 def test_a_group_dropped_while_it_waits_for_room_is_settled():
     async def body():
-        buffer = RolloutBuffer(capacity=1, staleness=StalenessPolicy(0, "drop"))
+        clock = ManualClock()
+        buffer = RolloutBuffer(capacity=1, staleness=StalenessPolicy(0, "drop"), clock=clock)
         receiver = RolloutReceiver(buffer, ANY)
         async with receiver, RolloutSender(receiver.address, retry_s=0.02) as sender:
             await sender.put(make_group(0), timeout_s=HANG_S)
             waiting = asyncio.ensure_future(sender.put(make_group(1), timeout_s=HANG_S))
             while 1 not in receiver._known:
                 await asyncio.sleep(0.01)
-            with pytest.raises(DeadlineError):
-                await buffer.take(1, version=3, timeout_s=2.0, on_drop=receiver.settle)
+            take = buffer.take(1, version=3, timeout_s=HANG_S, on_drop=receiver.settle)
+            taking = asyncio.ensure_future(take)
             await waiting
+            clock.advance(HANG_S)
+            with pytest.raises(DeadlineError):
+                await taking
             await sender.settled(timeout_s=HANG_S)
 
     run(body())

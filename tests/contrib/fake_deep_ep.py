@@ -17,11 +17,6 @@ topk_idx_t = torch.int64
 ROWS, WEIGHTS = torch.bfloat16, torch.float32
 
 
-def allow_float64():
-    global ROWS, WEIGHTS  # noqa: PLW0603
-    ROWS = WEIGHTS = torch.float64
-
-
 def _check(x, dtype, *dims):
     assert isinstance(x, torch.Tensor)
     assert x.dtype == dtype, f"{x.dtype} where DeepEP takes {dtype}"

@@ -42,8 +42,6 @@ FIELDS = {
         "skip_tensor_list": (list, None),
         "selector": ("target", "draft", "all"),
     },
-    "/release_memory_occupation": {"tags": (list, None)},
-    "/resume_memory_occupation": {"tags": (list, None)},
 }
 
 
@@ -67,7 +65,7 @@ class FakeSglang:
         self.running, self.waiting, self.aborted = 0, 0, 0
         self.cached = {"default"}  # Of which versions the KV cache holds pages.
         self.blocked = self.engine_paused = self.dead = False
-        self.released, self.asked = set(), []
+        self.asked = []
         self.break_after = {}
         self.before_load = self.before_answer = lambda path: None
         self._slot = None
@@ -146,17 +144,6 @@ class FakeSglang:
         self.engine_paused = False
         self.running, self.waiting = self.running + self.waiting, 0
 
-    def _release(self, tags):
-        assert not self.running
-        assert self.engine_paused or not self.waiting
-        self.released |= set(tags or ("kv_cache", "weights"))
-        if "weights" in self.released:
-            self.weights = {name: tensor * 0 for name, tensor in self.weights.items()}
-
-    def _resume(self, tags):
-        for tag in tags or ("kv_cache", "weights"):
-            self.released.remove(tag)
-
     def checksum(self):
         """Of all the weights."""
         digest = hashlib.sha256()
@@ -181,8 +168,6 @@ class FakeSglang:
             ("POST", "/continue_generation"): self._continue_generation,
             ("POST", "/update_weights_from_disk"): self._update,
             ("POST", "/weights_checker"): self._check,
-            ("POST", "/release_memory_occupation"): self._release_memory,
-            ("POST", "/resume_memory_occupation"): self._resume_memory,
         }
         endpoint = endpoints.get((method, path), lambda body: (404, {"detail": "Not Found"}))
         return endpoint(body)
@@ -202,12 +187,6 @@ class FakeSglang:
     def _check(self, body):
         checksum = self.in_scheduler(self.checksum)
         return 200, {"success": True, "message": "Success.", "per_engine_checksum": checksum}
-
-    def _release_memory(self, body):
-        return 200, self.in_scheduler(lambda: self._release(body.get("tags")))
-
-    def _resume_memory(self, body):
-        return 200, self.in_scheduler(lambda: self._resume(body.get("tags")))
 
     def _pause_generation(self, body):
         mode = body.get("mode", "abort")

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from functools import cache
 
 import pytest
 import torch
@@ -30,9 +31,8 @@ EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 12, 3, 8, 3
 def _fake(*, float64=True):
     """Put the FAKE where deep_ep would be. float64 is for exactness; DeepEP has none."""
     sys.modules["deep_ep"] = fake_deep_ep
-    if float64:
-        fake_deep_ep.allow_float64()
-        exchange.ROWS = exchange.SCORES = torch.float64
+    rows, scores = (torch.float64,) * 2 if float64 else (torch.bfloat16, torch.float32)
+    exchange.ROWS, exchange.SCORES = fake_deep_ep.ROWS, fake_deep_ep.WEIGHTS = rows, scores
 
 
 def _build(kind, *, alignment=1, **changed):
@@ -118,30 +118,24 @@ def _on_one_rank(tokens_by_rank, seed):
         yield _gradients(loops, x, scores, *_weights(), seed=seed - rank)
 
 
-def _check(kind, tokens_by_rank, *, seed, alignment=1):
-    got = ranks.run(
-        _on_ranks, kind, tokens_by_rank, seed, alignment, world_size=len(tokens_by_rank)
-    )
-    want = list(_on_one_rank(tokens_by_rank, seed))
+MATCHES = [
+    ("elastic", (7, 0, 2), 1),
+    ("elastic", (3, 0, 9, 1), 128),
+    ("elastic", (0, 0), 1),
+    ("buffer", (4, 0, 9, 1), 4),
+    ("buffer", (0, 1), 1),
+]
+SEED = 5
+
+
+@pytest.mark.parametrize(("kind", "tokens_by_rank", "alignment"), MATCHES, ids=str)
+def test_with_a_fake_deep_ep_ranks_match_one_rank(kind, tokens_by_rank, alignment):
+    got = _found(len(tokens_by_rank), str((kind, tokens_by_rank, alignment)))
+    want = list(_on_one_rank(tokens_by_rank, SEED))
     for ours, theirs in zip(got, want, strict=True):
         assert_close_float64(ours[:3], theirs[:3])
     for i in (3, 4):
         assert_close_float64(torch.cat([ours[i] for ours in got]), sum(each[i] for each in want))
-
-
-@pytest.mark.parametrize(
-    ("kind", "tokens_by_rank", "alignment"),
-    [
-        ("elastic", (7, 0, 2), 1),
-        ("elastic", (3, 0, 9, 1), 128),
-        ("elastic", (0, 0), 1),
-        ("buffer", (4, 0, 9, 1), 4),
-        ("buffer", (0, 1), 1),
-    ],
-    ids=str,
-)
-def test_with_a_fake_deep_ep_ranks_match_one_rank(kind, tokens_by_rank, alignment):
-    _check(kind, tokens_by_rank, seed=5, alignment=alignment)
 
 
 def _two_layers(kind):
@@ -168,7 +162,7 @@ def _two_layers(kind):
 
 @pytest.mark.parametrize("kind", ["elastic", "buffer"])
 def test_with_a_fake_deep_ep_handles_live_until_backward(kind):
-    ranks.run(_two_layers, kind, world_size=2)
+    _found(2, f"layers {kind}")
 
 
 def _recomputed():
@@ -189,7 +183,7 @@ def _recomputed():
 
 
 def test_with_a_fake_deep_ep_a_recomputed_forward_has_the_same_gradients():
-    ranks.run(_recomputed, world_size=2)
+    _found(2, "recomputed")
 
 
 def _in_bfloat16():
@@ -223,7 +217,7 @@ def _in_bfloat16():
 
 
 def test_with_a_fake_deep_ep_bfloat16_is_as_precise_as_the_naive_layer():
-    ranks.run(_in_bfloat16, world_size=2)
+    _found(2, "bfloat16")
 
 
 BAD_BATCHES = {
@@ -285,7 +279,7 @@ def _refusals(kind):
 
 @pytest.mark.parametrize("kind", ["elastic", "buffer"])
 def test_with_a_fake_deep_ep_bad_input_on_one_rank_is_an_error_on_all(kind):
-    assert ranks.run(_refusals, kind, world_size=2) == [True, True]
+    assert _found(2, f"refusals {kind}") == [True, True]
 
 
 def _sizes_and_dtypes():
@@ -304,7 +298,7 @@ def _sizes_and_dtypes():
 
 
 def test_with_a_fake_deep_ep_ranks_agree_on_the_buffer_and_dtypes_are_checked_always():
-    ranks.run(_sizes_and_dtypes, world_size=2)
+    _found(2, "sizes and dtypes")
 
 
 def _three_ranks():
@@ -316,4 +310,37 @@ def _three_ranks():
 
 
 def test_with_a_fake_deep_ep_a_size_without_settings_is_refused():
-    ranks.run(_three_ranks, world_size=3)
+    _found(3, "no settings")
+
+
+# By world size: names of bodies, each with its arguments.
+BODIES = {
+    2: {
+        "layers elastic": (_two_layers, "elastic"),
+        "layers buffer": (_two_layers, "buffer"),
+        "recomputed": (_recomputed,),
+        "bfloat16": (_in_bfloat16,),
+        "refusals elastic": (_refusals, "elastic"),
+        "refusals buffer": (_refusals, "buffer"),
+        "sizes and dtypes": (_sizes_and_dtypes,),
+    },
+    3: {"no settings": (_three_ranks,)},
+    4: {},
+}
+for _kind, _tokens, _alignment in MATCHES:
+    _case = str((_kind, _tokens, _alignment))
+    BODIES[len(_tokens)][_case] = (_on_ranks, _kind, _tokens, SEED, _alignment)
+
+
+def _run_all(size):
+    return {name: body(*args) for name, (body, *args) in BODIES[size].items()}
+
+
+@cache
+def _gang(size):
+    return ranks.run(_run_all, size, world_size=size)
+
+
+def _found(size, name):
+    """What a body returned on each rank. One gang of each size runs all bodies."""
+    return [told[name] for told in _gang(size)]

@@ -288,24 +288,6 @@ def test_several_engines_change_together(trainer, fake, engine):
     assert_serves(fake, 1)
 
 
-def test_memory_is_released_and_filled_again(trainer, fake, engine):
-    fake.running = 2
-    with pytest.raises(UsageError, match="call pause"):
-        engine.release_memory("weights", timeout_s=TIMEOUT_S)
-    engine.pause("continue", timeout_s=TIMEOUT_S)
-    with pytest.raises(UsageError, match="call pause"):
-        engine.release_memory("weights", timeout_s=TIMEOUT_S)
-    engine.pause("recompute", timeout_s=TIMEOUT_S)
-    engine.release_memory("kv_cache", "weights", timeout_s=TIMEOUT_S)
-    assert fake.released == {"kv_cache", "weights"}
-    engine.resume_memory("weights", timeout_s=TIMEOUT_S)
-    engine.load(trainer.folder(1), timeout_s=TIMEOUT_S)
-    engine.resume_memory("kv_cache", timeout_s=TIMEOUT_S)
-    engine.resume(timeout_s=TIMEOUT_S)
-    assert_serves(fake, 1)
-    assert (fake.released, fake.running) == (set(), 2)
-
-
 def test_attach_refuses_what_it_does_not_know(trainer, fake):
     fake.version = "0.5.22.post1"
     with pytest.raises(

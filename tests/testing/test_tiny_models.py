@@ -1,4 +1,5 @@
 import sys
+from functools import cache
 
 import pytest
 import torch
@@ -14,16 +15,24 @@ ALL_ROUTE = (
 SMALL = {"num_layers": 2, "hidden": 64, "vocab": 64}
 
 
+EXPERTS = {"num_experts": 6, "top_k": 3}
+
+
+@cache
+def _built(family):
+    return tiny_models.build(family, **SMALL, **EXPERTS)
+
+
 def _bytes(folder):
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 @pytest.mark.parametrize("family", [*tiny_models.FAMILIES, "qwen3_vl_moe"])
 def test_a_checkpoint_loads_as_what_build_returns(family, tmp_path):
-    path = tiny_models.save(family, tmp_path / "model", **SMALL)
+    path = tiny_models.save(family, tmp_path / "model", **SMALL, **EXPERTS)
     kind = AutoModelForImageTextToText if family == "qwen3_vl_moe" else AutoModelForCausalLM
     loaded = kind.from_pretrained(path)
-    built = tiny_models.build(family, **SMALL)
+    built = _built(family)
     assert loaded.dtype == built.dtype == torch.bfloat16
     ours, theirs = built.state_dict(), loaded.state_dict()
     assert ours.keys() == theirs.keys()
@@ -43,17 +52,17 @@ def test_equal_arguments_give_equal_bytes(family, tmp_path):
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_sizes_are_what_was_asked_for(family):
-    model = tiny_models.build(family, num_experts=6, top_k=3, dtype="float32", **SMALL)
+    model = _built(family)
     routers = tiny_models._router_weights(model)
     dense_layers = 0 if family in ALL_ROUTE else 1
     assert [tuple(router.shape) for router in routers] == [(6, 64)] * (2 - dense_layers)
     assert model.config.num_experts_per_tok == 3
     assert model.lm_head.weight.shape == (64, 64)
-    assert model.lm_head.weight.dtype == torch.float32
 
 
 def test_spreads_are_what_was_asked_for():
     model = tiny_models.build("qwen3_moe", init_std=0.06, router_std=0.3, dtype="float32")
+    assert model.lm_head.weight.dtype == torch.float32
     router = torch.cat([weight.flatten() for weight in tiny_models._router_weights(model)])
     assert router.std().item() == pytest.approx(0.3, rel=0.05)
     assert model.lm_head.weight.std().item() == pytest.approx(0.06, rel=0.02)

@@ -5,9 +5,8 @@ application inside of your program.
 """
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from ...errors import (
@@ -24,7 +23,7 @@ try:
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.requests import Request
-    from starlette.responses import Response, StreamingResponse
+    from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
     from starlette.types import Message, Receive, Scope, Send
 except ModuleNotFoundError as error:
@@ -70,16 +69,11 @@ def capture_app(recorder: Recorder) -> Starlette:
         if _session(recorder, request) is None:
             return _unknown()
         said = {"id": recorder.model, "object": "model", "created": 0, "owned_by": "primeblocks"}
-        return _json({"object": "list", "data": [said]})
+        return JSONResponse({"object": "list", "data": [said]})
 
     async def refuse(_: Request, error: Exception) -> Response:
-        status = getattr(error, "status_code", 500)
-        return Response(
-            error_body(error, "invalid_request_error"),
-            status,
-            headers=getattr(error, "headers", None),
-            media_type="application/json",
-        )
+        status, headers = getattr(error, "status_code", 500), getattr(error, "headers", None)
+        return _refusal(error, status, "invalid_request_error", headers)
 
     base = "/s/{session}/v1"
     app = Starlette(
@@ -189,8 +183,10 @@ async def _watch(receive: Receive, gone: asyncio.Future[BaseException]) -> None:
         gone.set_result(CancelledError("the agent closed the connection before it got its answer"))
 
 
-def _json(value: Any) -> Response:
-    return Response(json.dumps(value), media_type="application/json")
+def _refusal(
+    error: Exception, status: int, kind: str, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(error_body(error, kind), status, headers, media_type="application/json")
 
 
 def _unknown() -> Response:
@@ -198,12 +194,7 @@ def _unknown() -> Response:
         "the session does not exist, or the key is not its key. Use the base_url and key of an "
         "open session."
     )
-    return Response(
-        error_body(error, "authentication_error"),
-        401,
-        headers={"www-authenticate": "Bearer"},
-        media_type="application/json",
-    )
+    return _refusal(error, 401, "authentication_error", {"www-authenticate": "Bearer"})
 
 
 def _too_long(most: int) -> Response:
@@ -211,7 +202,7 @@ def _too_long(most: int) -> Response:
         f"the body is longer than {most} bytes. Send a shorter body, or raise "
         "CaptureBounds(body_bytes=)."
     )
-    return Response(error_body(error, "invalid_request_error"), 413, media_type="application/json")
+    return _refusal(error, 413, "invalid_request_error")
 
 
 def _error(error: Exception) -> Response:
@@ -227,4 +218,4 @@ def _error(error: Exception) -> Response:
         headers["x-should-retry"] = "false"
     if status == 504:
         headers["connection"] = "close"  # The rest of a request may never come.
-    return Response(error_body(error, kind), status, headers, media_type="application/json")
+    return _refusal(error, status, kind, headers)

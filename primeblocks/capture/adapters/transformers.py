@@ -17,6 +17,8 @@ except ModuleNotFoundError as error:
         raise
     raise MissingPackageError("transformers", "transformers") from error
 
+from ..request import strict_json
+
 __all__ = ["ChatTemplate"]
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
@@ -136,8 +138,7 @@ class ChatTemplate:
 def _call(text: str) -> tuple[str, str] | None:
     """Return a call's name and its arguments as JSON, or None if the text is not a call."""
     try:
-        value = json.loads(text, parse_constant=_refuse)
-        _text_of(value).encode()
+        value = strict_json(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -145,12 +146,4 @@ def _call(text: str) -> tuple[str, str] | None:
     arguments = value.get("arguments", {})
     if not isinstance(arguments, dict):
         return None
-    return value["name"], _text_of(arguments)
-
-
-def _text_of(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is not JSON")
+    return value["name"], json.dumps(arguments, ensure_ascii=False)

@@ -95,7 +95,6 @@ class Sglang:
         self._held: _Held | None = None
         self._flush: bool | None = None
         self._torn = False
-        self._released: set[str] = set()
 
     @property
     def version(self) -> int | None:
@@ -240,36 +239,6 @@ class Sglang:
             )
         self._torn = False
         raise TransferError(f"{text}. Version {before.label!r} was loaded again.")
-
-    def release_memory(self, *parts: str, timeout_s: float) -> None:
-        """Release the device memory of "kv_cache", "weights" or both. Released weights are lost.
-
-        Start the server with --enable-memory-saver. A part that is already released is not released
-        again.
-
-        Raises:
-            UsageError: the server is not paused with "recompute" or "abort". SGLang would exit.
-            DeadlineError, EngineError: as for `load`.
-        """
-        if not self._flush:
-            raise UsageError("call pause('recompute') or pause('abort') before release_memory().")
-        wanted = [part for part in parts if part not in self._released]
-        if wanted:
-            self._released.update(wanted)
-            deadline = time.monotonic() + timeout_s
-            self._ask("POST", "/release_memory_occupation", {"tags": wanted}, deadline)
-
-    def resume_memory(self, *parts: str, timeout_s: float) -> None:
-        """Allocate released memory again. If weights were released, call `load` before `resume`.
-
-        Raises:
-            DeadlineError, EngineError: as for `load`.
-        """
-        wanted = [part for part in parts if part in self._released]
-        if wanted:  # SGLang exits if it is told to resume memory that it did not release.
-            deadline = time.monotonic() + timeout_s
-            self._ask("POST", "/resume_memory_occupation", {"tags": wanted}, deadline)
-            self._released.difference_update(wanted)
 
     def _attached(self) -> _Held:
         if self._held is None:

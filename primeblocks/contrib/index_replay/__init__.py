@@ -5,8 +5,7 @@
 agreement of two selections.
 """
 
-from .agreement import IndexAgreement, compare
 from .hooks import Indexer, IndexTape, impose, record
-from .values import Indices
+from .values import IndexAgreement, Indices, compare
 
 __all__ = ["IndexAgreement", "IndexTape", "Indexer", "Indices", "compare", "impose", "record"]

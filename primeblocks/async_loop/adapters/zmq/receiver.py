@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from ....errors import CapacityError, check_counts
 from ....rollout import Group
 from ...buffer import RolloutBuffer
-from ...ledger import unpack_whole_group
-from .wire import HEAD_BYTES, LOOK, Configure, GroupState, ServedSocket, check_ordinal, zmq
+from ...ledger import check_ordinal, unpack_whole_group
+from .wire import HEAD_BYTES, LOOK, Configure, GroupState, ServedSocket, zmq
 
 __all__ = ["RolloutReceiver"]
 

@@ -12,8 +12,8 @@ from typing import Any
 from ....clock import Clock, MonotonicClock, within
 from ....errors import CapacityError, UnsupportedError, UsageError, check_counts
 from ....rollout import Group
-from ...ledger import pack_whole_group
-from .wire import GROUP, HEAD_BYTES, LOOK, Configure, GroupState, ServedSocket, check_ordinal, zmq
+from ...ledger import check_ordinal, pack_whole_group
+from .wire import GROUP, HEAD_BYTES, LOOK, Configure, GroupState, ServedSocket, zmq
 
 __all__ = ["RolloutSender"]
 

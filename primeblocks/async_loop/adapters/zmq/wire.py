@@ -25,7 +25,6 @@ __all__ = [
     "Configure",
     "GroupState",
     "ServedSocket",
-    "check_ordinal",
     "zmq",
 ]
 
@@ -107,9 +106,3 @@ class ServedSocket:
     def _end(self, error: ClosedError) -> None:
         if not self.ended.done():
             self.ended.set_result(error)
-
-
-def check_ordinal(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise UsageError(f"an ordinal must be an int of 0 or more; got {value!r:.80}")
-    return value

@@ -6,8 +6,7 @@ The dispatchers have never run on DeepEP. `elastic_dispatcher` uses `deep_ep.Ela
 functions import deep_ep when you call them.
 """
 
-from .elastic import elastic_dispatcher
+from .buffers import buffer_dispatcher, elastic_dispatcher
 from .exchange import DeepEpDispatcher
-from .legacy import buffer_dispatcher
 
 __all__ = ["DeepEpDispatcher", "buffer_dispatcher", "elastic_dispatcher"]
