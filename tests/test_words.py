@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,10 @@ def test_docstrings_are_in_plain_english():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@cache
 def _trees():
-    for file in sorted(PACKAGE.rglob("*.py")):
-        yield file.relative_to(PACKAGE).as_posix(), ast.parse(file.read_text())
+    files = sorted(PACKAGE.rglob("*.py"))
+    return [(file.relative_to(PACKAGE).as_posix(), ast.parse(file.read_text())) for file in files]
 
 
 def _opening_clauses(tree):

@@ -148,7 +148,7 @@ def test_only_senders_with_a_key_deliver_to_a_receiver_with_curve():
         async with RolloutReceiver(buffer, ANY, configure=serves) as receiver:
             async with RolloutSender(receiver.address) as plain:
                 with pytest.raises(DeadlineError, match="put of group 0"):
-                    await plain.put(make_group(0), timeout_s=1)
+                    await plain.put(make_group(0), timeout_s=0.3)
             async with RolloutSender(receiver.address, configure=connects) as sender:
                 await sender.put(make_group(1), timeout_s=HANG_S)
                 (group,) = await buffer.take(1, version=2, timeout_s=HANG_S)

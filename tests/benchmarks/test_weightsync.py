@@ -35,22 +35,17 @@ class Counter:
     def fail(self):
         raise ValueError("no")
 
-    def die(self):
-        os._exit(3)
-
     def close(self):
         Path(self.closed).touch()
 
 
-def test_a_worker_keeps_its_object_and_tells_errors_and_death(tmp_path):
+def test_a_worker_keeps_its_object_and_tells_errors(tmp_path):
     with Worker(Counter, 5, str(tmp_path / "closed")) as worker:
         assert worker.call("add", 2) == 7
         with pytest.raises(RuntimeError, match="fail: ValueError: no"):
             worker.call("fail")
         assert worker.call("add", 1) == 8
     assert (tmp_path / "closed").exists()
-    with Worker(Counter, 5, str(tmp_path / "closed")) as worker, pytest.raises(EOFError):
-        worker.call("die")
 
 
 def test_other_bytes_than_were_sent_are_refused():

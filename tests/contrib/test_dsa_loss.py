@@ -188,7 +188,7 @@ def _memory():
 
 
 def _peaks(chunk_bytes):
-    group, tokens, k = dist.group.WORLD, 2048, 64
+    group, tokens, k = dist.group.WORLD, 512, 64
     plan = plan_sequence([tokens], ranks=1)
     part = _inputs(tokens, dtype=torch.float32)
     for name in LEARNS:
@@ -207,11 +207,11 @@ def _peaks(chunk_bytes):
     )
 
 
-CHUNKS = (1 << 16, 1 << 18)
+CHUNKS = (1 << 15, 1 << 17)
 
 
 def test_memory_is_that_of_a_chunk():
-    """Products of all queries would take 2048 x 64 x 2 x 4 bytes, a megabyte, for each head."""
+    """Products of all queries would take 512 x 64 x 2 x 4 bytes, 256 KiB, for each head."""
     (found,) = ranks.run(_memory, world_size=1)
     for chunk_bytes, (forward, backward) in zip(CHUNKS, found, strict=True):
         assert chunk_bytes // 4 < forward <= chunk_bytes

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from benchmarks.async_loop_parts import marin
-from benchmarks.async_loop_parts.simulated import planned
 from primeblocks import planning
 from primeblocks.async_loop import StalenessPolicy
 from primeblocks.async_loop.scheduler import Retries
@@ -192,7 +191,7 @@ def test_on_policy_nothing_overlaps():
 
 
 def test_every_step_trains_a_batch_and_no_token_is_lost():
-    found = loop(samples=2)
+    found = loop(samples=2, steps=10)
     assert all(len(step.lags) == 32 and len(step.tokens) == 64 for step in found.steps)
     assert found.trained_tokens.sum() <= found.sampled_tokens.sum()
     assert "lag of a group" in found.table()
@@ -200,7 +199,7 @@ def test_every_step_trains_a_batch_and_no_token_is_lost():
 
 @pytest.mark.parametrize("on_stale", ["pace", "wait", "mask", "drop"])
 def test_the_bound_is_kept_as_promised(on_stale):
-    found = loop(on_stale=on_stale, samples=2, steps=25, settle=5)
+    found = loop(on_stale=on_stale, samples=2, steps=15, settle=3)
     if on_stale in ("wait", "drop"):
         assert max(found.lags) <= 2
     else:
@@ -301,7 +300,7 @@ def marins(bound):
 
 
 # The other rows are in the benchmark.
-@pytest.mark.parametrize("row", [marin.BRANCH[bound] for bound in (0, 2, 4)], ids=str)
+@pytest.mark.parametrize("row", [marin.BRANCH[bound] for bound in (0, 4)], ids=str)
 def test_marins_rows(row):
     """Two numbers are fitted to 0, 1 and 4. The others are foretold, and the discards of all."""
     found = marins(row.bound)
@@ -313,22 +312,3 @@ def test_marins_rows(row):
 
 def test_speed_up_on_marins_shape():
     assert marins(0).total_s / marins(4).total_s >= 2.12
-
-
-def test_throughput_reaches_the_bound_of_the_plan():
-    split, found = planned(train_s=4.0, steps=18)
-    assert split.async_s / found.step_s >= 0.95
-
-
-def test_no_gain_where_generation_takes_all_the_time():
-    """UniRL #94: batches as a whole; then group by group, which does help."""
-    engines = [planning.EngineModel(planning.decode_latency(step_s=0.008, request_s=0.0001))] * 8
-    shared = {"engines": engines, "train_s": 0.8, "publish_s": 0.5, "steps": 6}
-    spread = planning.lognormal(mean=1000, sigma=0.8, maximum=8192)
-    whole = [
-        loop(spread, samples=512, batch_size=1, max_in_flight=1, bound=bound, **shared)
-        for bound in (0, 1)
-    ]
-    assert whole[0].total_s / whole[1].total_s < 1.1
-    groups = loop(spread, samples=8, batch_size=64, max_in_flight=256, bound=1, **shared)
-    assert whole[0].total_s / groups.total_s > 1.3
