@@ -78,8 +78,8 @@ class AsyncLoop:
         ended: the reason why `steps` ended early, or None.
 
     Raises:
-        UsageError: a batch does not fit the buffer, an argument has another type, a number is out of
-            range, or the signature of a function does not fit.
+        UsageError: a batch does not fit the buffer, `buffer` is not a `RolloutBuffer`, a number is
+            out of range, or a function's signature does not fit.
     """
 
     def __init__(
