@@ -22,6 +22,8 @@ import errno
 import operator
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 # Counts and versions fit in 64 bits with a sign.
@@ -46,6 +48,7 @@ __all__ = [
     "check_version",
     "how_it_ended",
     "lacks_files",
+    "needs",
     "shown",
 ]
 
@@ -134,6 +137,26 @@ class CancelledError(PrimeblocksError):
 
 class ClosedError(PrimeblocksError):
     """The object was used after close()."""
+
+
+@contextmanager
+def needs(*packages: str, extra: str) -> Iterator[None]:
+    """Convert a failed import of an optional package, in a `with` block, to a typed error. Local.
+
+    Args:
+        packages: top-level names. An import of another package that fails is not converted.
+        extra: the extra of primeblocks that installs the packages.
+
+    Raises:
+        MissingPackageError: one of `packages` is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in packages:
+            raise
+        raise MissingPackageError(name, extra) from error
 
 
 def check_version(value: Any) -> int:

@@ -365,18 +365,16 @@ def test_the_remedy_for_a_missing_package_is_an_extra():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    raised = [
-        (file, node)
+    calls = [
+        (file, ast.unparse(node.func), node)
         for file in FILES
         for node in ast.walk(_tree(file))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("MissingPackageError")
+        if isinstance(node, ast.Call)
     ]
-    named = {
-        (file, argument.value)
-        for file, node in raised
-        for argument in node.args[1:]
-        if isinstance(argument, ast.Constant)
-    }
+    raised = [(file, node) for file, name, node in calls if name.endswith("MissingPackageError")]
+    arguments = [(file, argument) for file, node in raised for argument in node.args[1:]]
+    arguments += [(file, node.keywords[0].value) for file, name, node in calls if name == "needs"]
+    named = {(file, each.value) for file, each in arguments if isinstance(each, ast.Constant)}
     assert len(named) > 5
     assert {(file, extra) for file, extra in named if extra not in extras} == set()
     without = {

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from primeblocks.errors import MissingPackageError
+from primeblocks.errors import needs
 
-try:
+with needs("hypothesis", extra="test"):
     from hypothesis import strategies as st
-except ModuleNotFoundError as error:
-    raise MissingPackageError("hypothesis", "test") from error
 
 __all__ = ["expert_ids", "generators", "ragged_lengths"]
 

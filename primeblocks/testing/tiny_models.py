@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from primeblocks.errors import MissingPackageError, UsageError
+from primeblocks.errors import UsageError, needs
 
 from .tiny_families import CONFIGS, OTHERS, composite, layer_kinds
 
@@ -221,8 +221,6 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def _transformers() -> Any:
-    try:
+    with needs("transformers", extra="transformers"):
         import transformers
-    except ModuleNotFoundError as error:
-        raise MissingPackageError("transformers", "transformers") from error
     return transformers

@@ -240,7 +240,7 @@ def test_a_call_is_a_few_statements_however_much_there_is(journal):
 
 def test_the_file_stays_as_large_as_what_is_under_way(path, full):
     """Groups of some kilobytes pass through, forty at a time: ten thousand with `--full`."""
-    steps = 500 if full else 150
+    steps = 500 if full else 50
     rollout = Rollout(**{**vars(make_rollout(1)), "attachments": {"routes": bytes(3000)}})
     sizes = []
     with Journal(path) as journal:

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
 ]
 PROMPT = list(range(5, 75))  # Two pages, and some.
-BASE_VERSION, LONG, SHORT = 5, 300, 12
+BASE_VERSION, LONG, SHORT = 5, 100, 12
 
 
 @pytest.fixture(scope="module")

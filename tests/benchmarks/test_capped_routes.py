@@ -4,7 +4,6 @@ With 0.32 the rule is put into its scheduler; in 0.33, unpacked, it is there (sc
 """
 
 import random
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -163,21 +162,3 @@ def _cap(scheduler: Any) -> None:
 
     scheduler.connector.get_num_new_matched_tokens = get_num_new_matched_tokens
     control.request_finished = request_finished
-
-
-def test_the_places_that_it_names_are_those_of_the_wheel():
-    """Lines of 0.33 that the benchmark's head cites."""
-    root = Path(__file__).parents[2] / ".venv-peers" / "vllm-0.33" / "vllm"
-    if not root.exists():
-        pytest.skip("no vLLM 0.33 here; scripts/peers unpacks it")
-    lines = (root / "distributed/aux_output_connector/connector.py").read_text().splitlines()
-    assert "num_blocks" in lines[76]
-    assert "2 if kv_connector" in lines[77]
-    assert [lines[at].split("(")[0].split()[-1] for at in (137, 147, 161, 215)] == [
-        "max_cache_hit",
-        "cap_external_hit",
-        "_release_unheld",
-        "request_finished",
-    ]
-    scheduler = (root / "v1/core/sched/scheduler.py").read_text().splitlines()
-    assert any("cap_external_hit" in line for line in scheduler[1188:1197])

@@ -24,22 +24,18 @@ from ...errors import (
     CapacityError,
     DeadlineError,
     EngineError,
-    MissingPackageError,
     PrimeblocksError,
     ShapeError,
     UnsupportedError,
     UsageError,
     check_version,
     lacks_files,
+    needs,
 )
 from ...rollout import Rollout, version_of, versions_from_spans
 
-try:
+with needs("openai", extra="openai"):
     from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI
-except ModuleNotFoundError as error:
-    if error.name != "openai":
-        raise
-    raise MissingPackageError("openai", "openai") from error
 
 __all__ = ["generate", "generate_split", "generate_tokens", "served_version"]
 

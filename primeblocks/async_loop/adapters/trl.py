@@ -23,18 +23,14 @@ import torch
 from ...errors import (
     ClosedError,
     DeadlineError,
-    MissingPackageError,
     UnsupportedError,
     UsageError,
+    needs,
 )
 
-try:
+with needs("trl", "accelerate", "datasets", extra="trl"):
     import trl
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
-except ModuleNotFoundError as error:
-    if error.name not in ("trl", "accelerate", "datasets"):
-        raise
-    raise MissingPackageError(str(error.name), "trl") from error
 
 from ...rollout import Group, Rollout
 from ..buffer import RolloutBuffer

@@ -5,17 +5,13 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ...clock import Clock, MonotonicClock, within
-from ...errors import DeadlineError, MissingPackageError, PrimeblocksError, UsageError
+from ...errors import DeadlineError, PrimeblocksError, UsageError, needs
 from ...rollout import Rollout
 from ..conversation import Conversation
 
-try:
+with needs("openenv", extra="openenv"):
     from openenv.core import EnvClient
     from openenv.core.client_types import StepResult
-except ModuleNotFoundError as error:
-    if error.name not in ("openenv", "openenv.core"):
-        raise
-    raise MissingPackageError("openenv", "openenv") from error
 
 __all__ = ["OpenEnvError", "play_episode"]
 

@@ -15,21 +15,17 @@ from ...errors import (
     ClosedError,
     DeadlineError,
     EngineError,
-    MissingPackageError,
     UsageError,
+    needs,
 )
 
-try:
+with needs("starlette", extra="capture"):
     from starlette.applications import Starlette
     from starlette.exceptions import HTTPException
     from starlette.requests import Request
     from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
     from starlette.types import Message, Receive, Scope, Send
-except ModuleNotFoundError as error:
-    if error.name != "starlette":
-        raise
-    raise MissingPackageError("starlette", "capture") from error
 
 from ...clock import within
 from ..recorder import CaptureSession, Recorder

@@ -8,14 +8,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...errors import MissingPackageError, UnsupportedError, UsageError
+from ...errors import UnsupportedError, UsageError, needs
 
-try:
+with needs("transformers", extra="transformers"):
     from transformers import PreTrainedTokenizerBase
-except ModuleNotFoundError as error:
-    if error.name != "transformers":
-        raise
-    raise MissingPackageError("transformers", "transformers") from error
 
 from ..request import strict_json
 

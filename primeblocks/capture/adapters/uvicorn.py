@@ -9,14 +9,10 @@ from collections.abc import Iterator
 from ipaddress import ip_address
 from typing import Any
 
-from ...errors import ClosedError, DeadlineError, MissingPackageError, UsageError
+from ...errors import ClosedError, DeadlineError, UsageError, needs
 
-try:
+with needs("uvicorn", extra="capture"):
     import uvicorn
-except ModuleNotFoundError as error:
-    if error.name != "uvicorn":
-        raise
-    raise MissingPackageError("uvicorn", "capture") from error
 
 from ...clock import within
 from ..history import Renderer

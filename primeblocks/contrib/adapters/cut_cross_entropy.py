@@ -15,16 +15,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ...errors import MissingPackageError, UnsupportedError
+from ...errors import UnsupportedError, needs
 from ...losses.logit_chunks import Head, check_operands
 
-try:
+with needs("cut_cross_entropy", "triton", extra="cut_cross_entropy"):
     from cut_cross_entropy import linear_cross_entropy
-except ModuleNotFoundError as error:
-    # On Linux the package imports triton, also for its plain computation.
-    if (error.name or "").partition(".")[0] not in {"cut_cross_entropy", "triton"}:
-        raise
-    raise MissingPackageError("cut_cross_entropy", "cut_cross_entropy") from error
 
 __all__ = ["token_logprobs"]
 

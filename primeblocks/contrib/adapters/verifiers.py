@@ -21,15 +21,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ...attachments import Aligned
-from ...errors import MissingPackageError, ShapeError, UnsupportedError, check_version
+from ...errors import ShapeError, UnsupportedError, check_version, needs
 from ...rollout import UNSAMPLED, Rollout
 
-try:
+with needs("verifiers", extra="verifiers"):
     from verifiers.v1 import Branch, Episode, MessageNode, Trace
-except ModuleNotFoundError as error:
-    if error.name not in ("verifiers", "verifiers.v1"):
-        raise
-    raise MissingPackageError("verifiers", "verifiers") from error
 
 __all__ = ["episode_rollouts", "trace_rollouts"]
 

@@ -16,14 +16,10 @@ from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from ...errors import MissingPackageError, PlanError, UnsupportedError
+from ...errors import PlanError, UnsupportedError, needs
 
-try:
+with needs("vllm", extra="vllm"):
     from vllm.config import KVTransferConfig
-except ModuleNotFoundError as error:
-    if error.name != "vllm":
-        raise
-    raise MissingPackageError("vllm", "vllm") from error
 
 from ...kvoffload.adapters.vllm.engine import transfer_settings
 

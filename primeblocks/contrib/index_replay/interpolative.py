@@ -15,7 +15,6 @@ Source: A. Moffat, L. Stuiver, "Binary interpolative coding for effective index 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -228,11 +227,6 @@ class _Reader:
         words <<= (starts & 7).astype(np.uint64)
         # In two steps, because a shift by all 64 bits is undefined.
         return ((words >> np.uint64(1)) >> (63 - widths).astype(np.uint64)).astype(np.int64)
-
-
-class _Numbers(NamedTuple):
-    width: int
-    total: int
 
 
 def encode_numbers(numbers: np.ndarray) -> bytes:

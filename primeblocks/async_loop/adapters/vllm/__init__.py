@@ -10,7 +10,7 @@ This package imports vLLM only when you first use `VllmEngine` or a function of 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ....errors import MissingPackageError
+from ....errors import needs
 from .completion import Completion
 
 if TYPE_CHECKING:
@@ -34,9 +34,6 @@ _OF_VLLM = {
 def __getattr__(name: str) -> Any:
     if name not in _OF_VLLM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(import_module(f".{_OF_VLLM[name]}", __name__), name)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "vllm":
-            raise
-        raise MissingPackageError("vllm", "vllm") from error
+    with needs("vllm", extra="vllm"):
+        module = import_module(f".{_OF_VLLM[name]}", __name__)
+    return getattr(module, name)

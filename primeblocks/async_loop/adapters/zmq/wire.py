@@ -8,15 +8,11 @@ from collections.abc import Callable, Coroutine
 from enum import Enum
 from typing import Any
 
-from ....errors import ClosedError, MissingPackageError, UsageError
+from ....errors import ClosedError, UsageError, needs
 
-try:
+with needs("zmq", extra="zmq"):
     import zmq
     import zmq.asyncio
-except ModuleNotFoundError as error:
-    if error.name != "zmq":
-        raise
-    raise MissingPackageError("pyzmq", "zmq") from error
 
 __all__ = [
     "GROUP",
