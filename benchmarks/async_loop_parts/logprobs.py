@@ -8,7 +8,6 @@ not: of the plain one counted on tensors without storage, which is held to a rea
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -16,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness import compare
 from primeblocks.losses.logprobs import chunked_loss, token_logprobs, token_scores
+from primeblocks.testing.oracles import StepCounter
 
 __all__ = [
     "Candidate", "figures", "operands", "our_logprobs", "our_loss", "our_scores", "peak",
@@ -94,49 +93,11 @@ def our_loss(given: Sequence[Tensor], *, entropy: float = 0.1) -> Grads:
     return torch.autograd.grad(chunked_loss(hidden, weight, ids, loss=loss), (hidden, weight))
 
 
-class Live(TorchDispatchMode):
-    """The most bytes that results of operators took at once, of tensors without storage too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: dict[int, list[int]] = {}  # By storage: bytes, and tensors that use it.
-        self.live = self.most = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        given = {
-            x.untyped_storage()._cdata
-            for x in (*args, *kwargs.values())
-            if isinstance(x, torch.Tensor)
-        }
-        out = func(*args, **kwargs)
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if not isinstance(x, torch.Tensor):
-                continue
-            storage = x.untyped_storage()
-            key = storage._cdata
-            if key not in self.held and key in given:
-                continue  # Of an operand that was there before.
-            if key not in self.held:
-                self.held[key] = [storage.nbytes(), 0]
-                self.live += storage.nbytes()
-            self.held[key][1] += 1
-            weakref.finalize(x, self._drop, key)
-        self.most = max(self.most, self.live)
-        return out
-
-    def _drop(self, key: int) -> None:
-        self.held[key][1] -= 1
-        if not self.held[key][1]:
-            self.live -= self.held.pop(key)[0]
-
-
 def peak(candidate: Candidate, given: Sequence[Tensor]) -> int:
-    with Live() as live:
+    """The most bytes that results of operators took at once."""
+    with StepCounter() as counted:
         candidate(given)
-    return live.most
+    return counted.peak_bytes
 
 
 def planned_peak(candidate: Candidate, tokens: int, words: int = WORDS, width: int = WIDTH) -> int:

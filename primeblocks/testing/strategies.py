@@ -23,12 +23,9 @@ def generators() -> st.SearchStrategy[torch.Generator]:
     return st.integers(0, 2**16 - 1).map(lambda seed: torch.Generator().manual_seed(seed))
 
 
-def ragged_lengths(
-    *, min_items: int = 1, max_items: int = 6, max_length: int = 17
-) -> st.SearchStrategy[list[int]]:
+def ragged_lengths(*, max_items: int = 6, max_length: int = 17) -> st.SearchStrategy[list[int]]:
     """Draw a list of lengths, such as rows per rank, including zeros, ones and odd numbers."""
-    lengths = st.integers(0, max_length)
-    return st.lists(lengths, min_size=min_items, max_size=max_items)
+    return st.lists(st.integers(0, max_length), min_size=1, max_size=max_items)
 
 
 @st.composite

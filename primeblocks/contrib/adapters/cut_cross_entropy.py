@@ -35,8 +35,6 @@ def token_logprobs(
     hidden: Float[Tensor, "tokens hidden"],
     weight: Float[Tensor, "words hidden"],
     ids: Int[Tensor, " tokens"],
-    *,
-    filter_eps: float | None = None,
     **options: Any,
 ) -> Float[Tensor, " tokens"]:
     """Return the log-probability of one word per row, in float32.
@@ -53,12 +51,6 @@ def token_logprobs(
         hidden: the hidden states.
         weight: the weight of the head.
         ids: an id outside of the vocabulary, such as -100, gets the log-probability NaN.
-        filter_eps: the backward skips a block of logits if the gradients of -log p for all logits
-            of the block have magnitudes below `filter_eps`. The gradient for a logit is the
-            probability of the logit's word, minus 1 if this word is the chosen word. The package
-            compares the gradients before it multiplies them by the gradient of the token's result.
-            With None, the backward skips no block. The default of Apple's package is the dtype's
-            epsilon / 32.
         options: only `temperature=1.0`, `head_dtype=None`, `group=None` and `first_word=0`, as in
             `losses.logprobs.token_logprobs`.
 
@@ -81,7 +73,7 @@ def token_logprobs(
             # The package reads rows by unchecked ids, and gives -100 a loss of 0.
             ids.long().clamp(0, len(weight) - 1),
             reduction="none",
-            filter_eps=filter_eps,
+            filter_eps=None,  # Else the backward skips blocks of small gradients.
             impl="cce" if hidden.device.type == "cuda" else "torch_compile",
         )
     return torch.where(here, -losses, torch.nan)

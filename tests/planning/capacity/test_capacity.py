@@ -68,15 +68,6 @@ def turns_to(kind, lengths):
     return turns
 
 
-@given(kind=kinds, **small)
-def test_the_peak_is_the_highest_of_all_lengths(groups, kind, page_tokens):
-    found = footprint(groups, kind, page_tokens=page_tokens)
-    assert found.total_bytes == highest(groups, kind, page_tokens)[0]
-    sizes = [each.page_bytes(page_tokens) for each in groups]
-    states = kind.samples * sum(each.state_bytes() for each in groups)
-    assert found.total_bytes == sum(map(int.__mul__, found.pages, sizes)) + states
-
-
 @pytest.mark.parametrize(("page_tokens", "shapes"), [(1, "sliding"), (2, "sliding"), (3, "both")])
 def test_the_peak_of_every_small_window_prompt_and_length(page_tokens, shapes):
     """Where a window moves over page ends, the last length is not the largest."""

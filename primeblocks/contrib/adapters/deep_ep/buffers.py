@@ -71,7 +71,6 @@ def elastic_dispatcher(
     hidden: int,
     top_k: int,
     alignment: int = 1,
-    num_sms: int = 0,
     check: bool = True,
 ) -> DeepEpDispatcher:
     """Build a dispatcher on DeepEP 2. Collective.
@@ -91,8 +90,6 @@ def elastic_dispatcher(
             the buffer.
         alignment: the rows of each expert are padded with zero rows to a multiple of `alignment`.
             The FP8 kernel `DeepGemm` needs an `alignment` of 128 rows.
-        num_sms: the number of multiprocessors that communicate. If `num_sms` is 0, DeepEP derives
-            the number from bandwidths.
         check: as for `AllToAllDispatcher`. If `check` is False, DeepEP's kernel aborts when an id
             is out of range or a token chose an expert twice.
 
@@ -127,7 +124,7 @@ def elastic_dispatcher(
         explicitly_destroy=True,
     )
     return DeepEpDispatcher(
-        _ElasticBuffer(buffer, deep_ep.topk_idx_t, num_sms),
+        _ElasticBuffer(buffer, deep_ep.topk_idx_t),
         group,
         hidden=hidden,
         top_k=top_k,
@@ -193,8 +190,8 @@ def buffer_dispatcher(
 
 
 class _ElasticBuffer:
-    def __init__(self, buffer: Any, ids_dtype: Any, num_sms: int) -> None:
-        self._buffer, self._ids_dtype, self._num_sms = buffer, ids_dtype, num_sms
+    def __init__(self, buffer: Any, ids_dtype: Any) -> None:
+        self._buffer, self._ids_dtype = buffer, ids_dtype
 
     def send(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> Received:
         rows, ids, gates, handle, _ = self._buffer.dispatch(
@@ -202,7 +199,6 @@ class _ElasticBuffer:
             topk_idx=expert_ids.to(self._ids_dtype).contiguous(),
             topk_weights=scores,
             num_experts=num_experts,
-            num_sms=self._num_sms,
         )
         return Received(rows, gates, ids, handle.num_recv_tokens_per_expert_list, handle)
 
