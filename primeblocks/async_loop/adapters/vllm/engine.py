@@ -108,7 +108,6 @@ class VllmEngine:
         self._clock = clock
         self._ids = itertools.count()
         self._closed = False
-        # vLLM fails pending requests when its process dies, but not pending control calls.
         self._gone: asyncio.Future[BaseException] = loop.create_future()
         for process in self._processes:
             loop.add_reader(process.sentinel, self._on_death, process)
