@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..attachments import common_tokens, cut_attachments, join_attachments, join_rows, whole
-from ..errors import ShapeError, UsageError
+from ..errors import ShapeError, UsageError, check_counts
 from ..rollout import UNSAMPLED, Rollout
 
 __all__ = ["Continuity", "Conversation", "Turn", "common_prefix", "cut"]
@@ -81,8 +81,7 @@ class Conversation:
     """
 
     def __init__(self, *, max_realigned_tokens: int = 0) -> None:
-        if max_realigned_tokens < 0:
-            raise UsageError(f"max_realigned_tokens is {max_realigned_tokens}, which is negative")
+        check_counts(least=0, max_realigned_tokens=max_realigned_tokens)
         self._most = max_realigned_tokens
         self._branches: list[_Branch] = []
         self.turns: list[Turn] = []

@@ -209,8 +209,8 @@ def _refusals():
     for error, said, wrong in [
         (ShapeError, "this rank 5 tokens", {"x": torch.zeros(4, 2)}),
         (ShapeError, "x must be a tensor", {"x": None}),
-        (PlanError, "ratio must be a whole number of at least 1; got 0", {"ratio": 0}),
-        (PlanError, "overlap must be a whole number of at least 0", {"overlap": -1}),
+        (PlanError, "ratio must be at least 1; got 0", {"ratio": 0}),
+        (PlanError, "overlap must be at least 0", {"overlap": -1}),
         (PlanError, "sequence must be a SequencePlan", {"sequence": [4, 6]}),
         (PlanError, "overlap must be equal on all ranks", {"overlap": group.rank()}),
     ]:
@@ -222,7 +222,7 @@ def test_what_does_not_fit_is_refused():
     ranks.run(_refusals, world_size=2)
     plan = plan_sequence([7, 2], ranks=2)
     for ratio in (0, -1):
-        with pytest.raises(PlanError, match="ratio must be a whole number of at least 1"):
+        with pytest.raises(PlanError, match="ratio must be at least 1"):
             plan_entries(plan, ratio)
     with pytest.raises(PlanError, match="tokens are planned for 2 ranks, entries for 3"):
         tokens_and_entries(plan, plan_entries(plan_sequence([7, 2], ranks=3), 2))

@@ -237,5 +237,5 @@ def test_what_does_not_fit_is_refused():
         lambda: all_entries(plan, 0, ratio=0, window=2),
         lambda: all_entries(plan, 0, ratio=2, window=-1),
     ):
-        with pytest.raises(PlanError, match="needs|must be a whole number"):
+        with pytest.raises(PlanError, match="needs|must be at least"):
             wrong()

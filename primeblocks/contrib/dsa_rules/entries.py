@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import PlanError, ShapeError
+from ...errors import PlanError, ShapeError, check_counts
 from ...groups import agreed, check_tensors, facts_of, outside_graphs
 from ...parallel.attention.kernel import accumulator_dtype
 from ...parallel.linear.convolution import Halo, find_halo
 from ...parallel.orders import merge_pieces
 from ...parallel.sequence import Run, SequencePlan, check_plan, kept_on_plan
-from .ids import check_whole, first_entries
+from .ids import first_entries
 
 __all__ = ["gated_mean", "plan_entries", "tokens_and_entries", "windows"]
 
@@ -43,7 +43,7 @@ def plan_entries(sequence: SequencePlan, ratio: int) -> SequencePlan:
     Raises:
         PlanError: `ratio` is not a whole number of at least 1.
     """
-    check_whole(ratio=(ratio, 1))
+    check_counts(ratio=ratio)
     return _entries(sequence, int(ratio))
 
 
@@ -107,7 +107,8 @@ def windows(
     with agreed("windows", x, group=group, check=check) as call:
         check_plan(sequence, group)
         check_tensors(x=x)
-        check_whole(ratio=(ratio, 1), overlap=(overlap, 0))
+        check_counts(ratio=ratio)
+        check_counts(least=0, overlap=overlap)
         sequence.check_tokens(group, x=x)
         sizes = {"plan": sequence.fingerprint, "ratio": ratio, "overlap": overlap}
         call.facts |= {**sizes, **facts_of("x", x)}

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...errors import PlanError, ShapeError
+from ...errors import ShapeError
 from ...parallel.sequence import SequencePlan, kept_on_plan
 
 __all__ = [
     "Queries",
     "check_operands",
-    "check_whole",
     "first_entries",
     "join_ids",
     "queries_of",
@@ -121,10 +119,3 @@ def check_operands(
             f"{tuple(q.shape)}, {tuple(weights.shape)} and {tuple(keys.shape)}. Gather keys by the "
             "plan of their rows."
         )
-
-
-def check_whole(**numbers: tuple[object, int]) -> None:
-    """Refuse anything but whole numbers of at least the given minimum. Pure."""
-    for name, (value, least) in numbers.items():
-        if not isinstance(value, Integral) or value < least:
-            raise PlanError(f"{name} must be a whole number of at least {least}; got {value!r}.")

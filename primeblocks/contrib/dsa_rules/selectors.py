@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...errors import PlanError, UnsupportedError
+from ...errors import PlanError, UnsupportedError, check_counts
 from ...parallel.attention.dsa.indexer import (
     Candidates,
     IndexScores,
@@ -25,7 +25,6 @@ from .entries import plan_entries
 from .ids import (
     Queries,
     check_operands,
-    check_whole,
     first_entries,
     join_ids,
     queries_of,
@@ -236,7 +235,8 @@ def all_entries(
     Raises:
         PlanError: `ratio` is below 1, or `window` is below 0.
     """
-    check_whole(ratio=(ratio, 1), window=(window, 0), chunk_bytes=(chunk_bytes, 1))
+    check_counts(ratio=ratio, chunk_bytes=chunk_bytes)
+    check_counts(least=0, window=window)
     # Attention needs at least one column.
     most = max([1, *(length // ratio for length in sequence.document_lengths)])
     own = queries_of(sequence, rank, ratio, torch.device(device))

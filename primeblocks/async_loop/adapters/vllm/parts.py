@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ....errors import UsageError
+from ....errors import UsageError, check_counts
 from ...ledger import Draft, Partial
 from .completion import Completion
 from .engine import VllmEngine
@@ -48,10 +48,7 @@ async def generate_in_parts(
         DeadlineError, EngineError, ClosedError: as for `VllmEngine.generate`. Saved parts are not
             lost.
     """
-    if part_tokens < 1 or max_tokens < 1:
-        raise UsageError(
-            f"part_tokens and max_tokens must be positive; got {part_tokens} and {max_tokens}"
-        )
+    check_counts(part_tokens=part_tokens, max_tokens=max_tokens)
     # vLLM ends a completion at this length, and refuses a prompt that has it.
     room = engine.llm.model_config.max_model_len - len(prompt)
     max_tokens = max(1, min(max_tokens, room))
