@@ -109,7 +109,7 @@ def test_tests_run_side_by_side_and_before_what_is_timed(tmp_path, monkeypatch):
 def test_a_run_ends_in_its_time(tmp_path):
     report = tmp_path / "report.json"
     slow = case("slow", "import time; time.sleep(600)")
-    run([slow, case("late", "", has_figures=True)], report, budget_s=2.0)
+    run([slow, case("late", "", has_figures=True)], report, budget_s=8.0)
     assert statuses(report) == {"slow": "timed out", "late": "skipped"}
 
 
