@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from primeblocks.replay.gates import chosen_softmax_gates
-from tests.deadlines import JOB_S
+from tests.deadlines import EXPIRES_S, JOB_S
 from tests.engine_job import call, is_gone
 
 ROOT = Path(__file__).parents[1]
@@ -82,6 +82,6 @@ def _leaves_a_server(told):
 def test_a_job_that_hangs_takes_its_servers_along(tmp_path):
     told = tmp_path / "pid"
     with pytest.raises(AssertionError, match="_leaves_a_server"):
-        call(_leaves_a_server, str(told), timeout_s=5)
+        call(_leaves_a_server, str(told), timeout_s=EXPIRES_S)
     pid = int(told.read_text())
     assert is_gone(pid)
