@@ -26,7 +26,7 @@ BLOCKS = (
 )
 ABOVE = ("contrib", "planning", "plugins")  # may import blocks; no block imports them
 FLOOR = (
-    *("__init__.py", "attachments.py", "clock.py", "codec.py", "database.py", "errors.py"),
+    *("__init__.py", "attachments.py", "clock.py", "codec.py", "errors.py"),
     *("groups.py", "layout.py", "py.typed", "rollout.py"),
 )
 BASE = {"jaxtyping", "numpy", "safetensors", "torch", "xxhash"}

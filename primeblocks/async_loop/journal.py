@@ -12,10 +12,10 @@ from operator import itemgetter
 from typing import Any, Literal
 
 from .. import codec
-from ..database import Database
 from ..errors import CorruptionError, UsageError, check_version
 from ..rollout import Group, Rollout
 from . import tables
+from .database import Database
 from .ledger import (
     Partial,
     PromptState,

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Literal
 
-from .errors import (
+from ..errors import (
     CapacityError,
     ClosedError,
     CorruptionError,
