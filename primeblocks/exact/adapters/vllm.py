@@ -14,14 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...errors import MissingPackageError, PlanError, UnsupportedError
+from ...errors import PlanError, UnsupportedError, needs
 from ..attention import attend
 from ..invariant import batch_invariant
 
-try:
+with needs("vllm", extra="vllm"):
     import vllm  # noqa: F401
-except ImportError as error:
-    raise MissingPackageError("vllm", "vllm") from error
 
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration

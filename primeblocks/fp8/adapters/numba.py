@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import MissingPackageError, UnsupportedError
+from ...errors import UnsupportedError, needs
 from ..quantize import (
     Nonfinite,
     Quantized,
@@ -23,10 +23,8 @@ from ..quantize import (
     refuse_nonfinite,
 )
 
-try:
+with needs("numba", extra="numba"):
     import numba
-except ImportError as error:
-    raise MissingPackageError("numba", "numba") from error
 
 __all__ = ["NumbaQuantizer"]
 

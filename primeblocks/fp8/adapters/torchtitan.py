@@ -8,17 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...errors import MissingPackageError, UnsupportedError
+from ...errors import MissingPackageError, UnsupportedError, needs
 from ...layout import local_part
 from ..modules import convert as convert_modules
 from ..modules import modules_of
 from ..recipe import Recipe
 from ..rules import Expression
 
-try:
+with needs("torchtitan", extra="torchtitan"):
     from torchtitan import __version__ as _RELEASE
-except ImportError as error:
-    raise MissingPackageError("torchtitan", "torchtitan") from error
 
 _TESTED = "0.3.0"
 if _RELEASE != _TESTED:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...errors import MissingPackageError, PlanError, UnsupportedError
+from ...errors import MissingPackageError, PlanError, UnsupportedError, needs
 from ...groups import Call, agreed, facts_of
 from ..experts.all_to_all import AllToAllDispatcher
 from ..experts.dispatcher import (
@@ -31,10 +31,8 @@ from ..experts.dispatcher import (
 )
 from ..mesh import Meshes, plan_mesh
 
-try:
+with needs("torchtitan", extra="torchtitan"):
     from torchtitan import __version__ as _RELEASE
-except ImportError as error:
-    raise MissingPackageError("torchtitan", "torchtitan") from error
 
 _TESTED = "0.3.0"
 if _RELEASE != _TESTED:

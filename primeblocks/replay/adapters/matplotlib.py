@@ -10,15 +10,13 @@ from collections.abc import Mapping
 
 import torch
 
-from ...errors import MissingPackageError
+from ...errors import needs
 from ..attribution import Attribution
 from ..mismatch import Agreement
 
-try:
+with needs("matplotlib", extra="plots"):
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-except ImportError as error:
-    raise MissingPackageError("matplotlib", "plots") from error
 
 __all__ = ["plot_agreement", "plot_attribution", "plot_ratios", "plot_tokens"]
 

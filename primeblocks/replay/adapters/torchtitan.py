@@ -17,13 +17,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ...errors import MissingPackageError, UnsupportedError
+from ...errors import UnsupportedError, needs
 
-try:
+with needs("torchtitan", extra="torchtitan"):
     # Only the version, because an import of the MoE module takes seconds.
     from torchtitan import __version__ as _RELEASE
-except ImportError as error:
-    raise MissingPackageError("torchtitan", "torchtitan") from error
 
 __all__ = ["TorchtitanRouter", "routers"]
 

@@ -23,13 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import MissingPackageError, UnsupportedError
+from ...errors import UnsupportedError, needs
 from ..gates import chosen_softmax_gates, sigmoid_gates, softmax_gates
 
-try:
+with needs("transformers", extra="transformers"):
     from transformers import __version__ as _RELEASE
-except ImportError as error:
-    raise MissingPackageError("transformers", "transformers") from error
 
 __all__ = ["TransformersRouter", "routers"]
 

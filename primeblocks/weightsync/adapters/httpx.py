@@ -10,12 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
 
-from ...errors import DeadlineError, EngineError, MissingPackageError, UnsupportedError
+from ...errors import DeadlineError, EngineError, UnsupportedError, needs
 
-try:
+with needs("httpx", extra="httpx"):
     import httpx
-except ImportError as error:
-    raise MissingPackageError("httpx", "httpx") from error
 
 __all__ = ["JsonServer"]
 

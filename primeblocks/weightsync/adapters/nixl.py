@@ -19,13 +19,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import DeadlineError, MissingPackageError, TransferError
+from ...errors import DeadlineError, TransferError, needs
 from ..transports.carriers import Read
 
-try:
+with needs("nixl", extra="nixl"):
     from nixl._api import nixl_agent, nixl_agent_config
-except ModuleNotFoundError as error:
-    raise MissingPackageError("nixl", "nixl") from error
 
 __all__ = ["NixlWire"]
 

@@ -17,15 +17,11 @@ elements:
   zero, which changes no bit.
 """
 
-from ....errors import MissingPackageError
+from ....errors import needs
 
-try:
+with needs("triton", extra="triton"):
     from .attention import attend
     from .products import grouped_matmul, matmul
     from .rows import log_softmax, softmax, total
-except ModuleNotFoundError as error:
-    if error.name != "triton":
-        raise
-    raise MissingPackageError("triton", "triton") from error
 
 __all__ = ["attend", "grouped_matmul", "log_softmax", "matmul", "softmax", "total"]

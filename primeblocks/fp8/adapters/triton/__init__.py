@@ -9,14 +9,10 @@ of the scales launches more kernels, and the host waits for the device. The kern
 H100, are tested in Triton's interpreter, and are compiled for sm_90 and sm_100.
 """
 
-from ....errors import MissingPackageError
+from ....errors import needs
 
-try:
+with needs("triton", extra="triton"):
     from .gemm import TritonGemm
     from .quantize import TritonQuantizer
-except ModuleNotFoundError as error:
-    if error.name != "triton":
-        raise
-    raise MissingPackageError("triton", "triton") from error
 
 __all__ = ["TritonGemm", "TritonQuantizer"]

@@ -10,12 +10,10 @@ manager and connector of vLLM 0.33 were run only as Python code, without an engi
 
 import logging
 
-from ....errors import MissingPackageError, UnsupportedError
+from ....errors import UnsupportedError, needs
 
-try:
+with needs("vllm", extra="vllm"):
     import vllm
-except ImportError as error:
-    raise MissingPackageError("vllm", "vllm") from error
 
 if not vllm.__version__.startswith(("0.32.", "0.33.")):
     raise UnsupportedError(

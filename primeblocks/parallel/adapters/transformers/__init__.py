@@ -6,12 +6,10 @@ Attention over split sequences runs through transformers' registry of attention 
 each recurrent module. The adapter recognises recurrent modules by the names of their classes.
 """
 
-from ....errors import MissingPackageError
+from ....errors import needs
 
-try:
+with needs("transformers", extra="transformers"):
     import transformers as _installed
-except ImportError as error:
-    raise MissingPackageError("transformers", "transformers") from error
 
 from .checkpoint import load_pretrained
 from .checkpoint_save import save_pretrained

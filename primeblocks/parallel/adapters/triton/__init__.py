@@ -7,14 +7,10 @@ The kernels are written for latent attention over packed documents, with 64 or 1
 compile the kernels for `sm_90` and `sm_100`.
 """
 
-from ....errors import MissingPackageError
+from ....errors import needs
 
-try:
+with needs("triton", extra="triton"):
     from .index_scores import TritonIndexScores
     from .sparse_kernel import TritonSparseKernel
-except ModuleNotFoundError as error:
-    if error.name != "triton":
-        raise
-    raise MissingPackageError("triton", "triton") from error
 
 __all__ = ["TritonIndexScores", "TritonSparseKernel"]

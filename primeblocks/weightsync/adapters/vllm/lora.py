@@ -14,10 +14,10 @@ from typing import Any
 
 from ....errors import (
     EngineError,
-    MissingPackageError,
     PrimeblocksError,
     UnsupportedError,
     UsageError,
+    needs,
 )
 from ...engines.lora import AdapterSpec
 from ...engines.remote import EngineCall, Steps, ask, drive, drive_sync
@@ -28,11 +28,9 @@ from .front import refuse_replicas
 from .lora_worker import is_versioned, versioned_request
 from .server import engine_args
 
-try:
+with needs("vllm", extra="vllm"):
     from vllm.exceptions import VLLMValidationError
     from vllm.lora.request import LoRARequest
-except ModuleNotFoundError as error:
-    raise MissingPackageError("vllm", "vllm") from error
 
 __all__ = [
     "attach_lora",

@@ -15,22 +15,20 @@ from torch import Tensor
 
 from ....errors import (
     CapacityError,
-    MissingPackageError,
     PlanError,
     ShapeError,
     TransferError,
     UnsupportedError,
     UsageError,
+    needs,
 )
 from ...engines.lora import AdapterSpec
 from ...plan import Plan
 from ...receive import Subscriber
 from ..wires import open_transport
 
-try:
+with needs("vllm", extra="vllm"):
     from vllm.lora.request import LoRARequest
-except ModuleNotFoundError as error:
-    raise MissingPackageError("vllm", "vllm") from error
 
 __all__ = ["Adapters", "is_versioned", "versioned_request"]
 

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import (
-    MissingPackageError,
     PlanError,
     PrimeblocksError,
     TransferError,
     UnsupportedError,
+    needs,
 )
 from ....layout import Layout
 from ...convert.conversion import Reads, Wiring, filling
@@ -44,14 +44,12 @@ from .kernels import observe_worker
 from .loads import WithDrafts, begin_reload, record_load, refresh_copies, unfilled, with_drafts
 from .lora_worker import Adapters
 
-try:
+with needs("vllm", extra="vllm"):
     from vllm.distributed.weight_transfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
         WeightTransferUpdateInfo,
     )
-except ModuleNotFoundError as error:
-    raise MissingPackageError("vllm", "vllm") from error
 
 __all__ = ["InitInfo", "PrimeblocksEngine", "UpdateInfo", "WorkerExtension"]
 
