@@ -38,7 +38,6 @@ class Facts(Flag):
     VERSIONS = auto()  # pages by policy version
     ENDS = auto()  # users of each page, and whether all have ended
     STATES = auto()  # rollouts that run, wait for a tool, or queue
-    WAITS = auto()  # running means of the waits
 
 
 @dataclass(slots=True, eq=False)
@@ -205,7 +204,7 @@ def _rank(live: Live) -> tuple[int, int]:
     return ("queues", "waits", "runs").index(live.state), live.position
 
 
-@_needs(Facts.ENDS | Facts.STATES | Facts.WAITS)
+@_needs(Facts.ENDS | Facts.STATES)
 def by_waits(snapshot: Snapshot) -> Choice | None:
     """Choose the page with the latest expected next use, from the running means of waits. Pure.
 

@@ -145,8 +145,8 @@ class _Rewriter:
         await self._send({"type": "http.response.body", "body": body})
 
 
-def _rewritten(answer: dict[str, Any]) -> memoryview:
-    choices = answer.get("choices") or []
+def _rewritten(answer: Any) -> memoryview:
+    choices = answer.get("choices") or [] if isinstance(answer, dict) else []
     encoded = [choice.pop(_FIELD, None) for choice in choices]
     files = [base64.b64decode(text) if text else b"" for text in encoded]
     for choice, file in zip(choices, files, strict=True):
