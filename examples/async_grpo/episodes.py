@@ -10,6 +10,7 @@ import asyncio
 import json
 import statistics
 import sys
+import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -167,7 +168,10 @@ class Episodes:
             before = [*messages, {"role": "assistant", "content": text, "tool_calls": said_so}]
             added = [{"role": "tool", "content": result} for result in results]
             more = self.template.go_on(before, added, tools, last_id=ids[-1])
-            if more is None:  # The template rewrites this answer, for instance with two </think>.
+            if more is None:  # For instance because the answer has two </think>.
+                warnings.warn(
+                    "The chat template rewrites an answer: the episode ends.", stacklevel=1
+                )
                 break
             messages, prompt = [*before, *added], [*prompt, *ids, *more]
         score = self.questions.score(index, answer)

@@ -78,6 +78,7 @@ class Generate(Protocol):
             CapacityError: the engine has no room for the request now.
             DeadlineError: the engine did not answer within `timeout_s`.
             EngineError: the engine died or refused the request.
+            PrimeblocksError: the engine aborted the request. The agent may send it again.
         """
 
 

@@ -83,8 +83,9 @@ def test_calls_are_read_and_all_else_is_text():
     said = [("add", '{"a": 1, "é": [true]}')]
     for thought in (f"<think>{call}?</think>", "<think>in <tool_call> tags</think>", "a</think>"):
         assert parse(f"{thought}So:{call}") == (f"{thought}So:", said)
-    for cut in (f"<think>{call}", f"{call}</think>"):
-        assert parse(cut) == (cut, [])
+    assert parse(f"<think>{call}") == (f"<think>{call}", [])
+    for tags in ("in <think> tags", "in </think> tags"):  # Not at the start: no thought.
+        assert parse(f"{tags}{call}") == (tags, said)
     opens = TEMPLATE.replace(
         '<|im_start|>assistant\\n" }}{%- endif', '<|im_start|>assistant\\n<think>" }}{%- endif'
     )

@@ -267,6 +267,7 @@ async def test_what_a_fleet_believes_is_a_cache_of_each_engine(events, cache_pag
                 cache.move_to_end(page)
             while len(cache) > cache_pages:
                 cache.popitem(last=False)
+    assert len(fleet._held) == len({page for cache in plain.values() for page in cache})
 
 
 # --- Engines with caches

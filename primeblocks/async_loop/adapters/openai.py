@@ -76,9 +76,8 @@ async def generate(
         DeadlineError: no answer within `timeout_s`.
         CapacityError: the server has no room for the request now, or this process for a connection.
         EngineError: the server died or failed, or its answer does not have the expected form.
-        PrimeblocksError: the weights changed during the call, or the server aborted the request
-            before the first token. A loop with `Retries` repeats the request, and a `Fleet` does
-            not drain the server.
+        PrimeblocksError: the weights changed during the call, or the server aborted the request. A
+            loop with `Retries` repeats the request, and a `Fleet` does not drain the server.
         UnsupportedError: the server's answers have no log-probabilities or no token ids.
         UsageError: the server refused the request.
     """

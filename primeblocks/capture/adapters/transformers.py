@@ -99,8 +99,8 @@ class ChatTemplate:
         # Some tokenizers would leave out the space at the beginning of a text.
         text = self._decode([self._end_id, *ids])[len(self._decode([self._end_id])) :]
         thought, closes, said = text.partition("</think>")
-        if not closes and not self._thinks and "<think>" not in text:
-            thought, said = "", text
+        if not self._thinks and not text.lstrip().startswith("<think>"):
+            thought, closes, said = "", "", text
         found = [_call(each) for each in _CALL.findall(said)] if calls else []
         rest = _CALL.sub("", said)
         if not found or None in found or "tool_call>" in rest:  # The rest may be a call cut short.

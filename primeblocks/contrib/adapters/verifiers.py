@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ...attachments import Aligned
-from ...errors import ShapeError, UnsupportedError, check_version, needs
+from ...errors import PrimeblocksError, ShapeError, UnsupportedError, check_version, needs
 from ...rollout import UNSAMPLED, Rollout
 
 with needs("verifiers", extra="verifiers"):
@@ -147,6 +147,8 @@ def _rollout(
 ) -> Rollout:
     start = int(np.argmax(versions != UNSAMPLED))
     ended = [call.finish_reason for call in branch.calls if call.finish_reason is not None]
+    if cut := {"abort", "error"}.intersection(ended):
+        raise PrimeblocksError(f"the engine ended a call with {cut.pop()!r}. Run the task again.")
     return Rollout(
         tokens=np.array(branch.token_ids, np.int64),
         prompt_length=start,

@@ -201,7 +201,7 @@ class DataFile:
         descriptor = None
         try:
             descriptor = self._system.open(self._path, direct=True)
-            self._system.read(descriptor, [mmap.mmap(-1, ALIGNMENT)], 0)
+            self._system.read(descriptor, [np.frombuffer(mmap.mmap(-1, ALIGNMENT), np.uint8)], 0)
         except OSError as error:
             if descriptor is not None:
                 self._system.close(descriptor)

@@ -126,9 +126,14 @@ class DiskTier:
     def get(self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]) -> list[Found | Answer]:
         """Read pages, and return their lengths and digests, which the caller must compare. Local.
 
-        The result has None for a missing page, and an OSError if the page cannot be read. A
-        CorruptionError means that the file ends before the page, or that the index is damaged.
+        Each buffer of `into` must have a whole frame, for direct I/O at an address that is a
+        multiple of 4096. The result has None for a missing page, and an OSError if the page cannot
+        be read. A CorruptionError means that the file ends before the page, or that the index is
+        damaged. A ShapeError means that a buffer is shorter than a frame.
         """
+        if any(each.nbytes < self.frame_bytes for each in into):
+            short = ShapeError(f"each buffer needs a whole frame of {self.frame_bytes} bytes.")
+            return [short] * len(keys)
         with self._in_turn():
             try:
                 places = self._index.places(keys)
@@ -326,7 +331,7 @@ class DiskTier:
             return None
         return ShapeError(
             f"a page with attachments has at most {room} bytes, in a frame of {self.frame_bytes}, "
-            f"and a digest of {DIGEST_BYTES}; got {sizes} bytes."
+            f"and a digest of {DIGEST_BYTES}; got {sizes[0]}, {sizes[1]} and {sizes[2]} bytes."
         )
 
     def _make_room(self, records: Sequence[Record]) -> list[Record]:

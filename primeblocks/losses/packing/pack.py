@@ -148,8 +148,8 @@ def pack(
         rollouts: the batch.
         indices: the indices of the rollouts to pack, such as a micro-batch of a plan. If
             `indices` is empty, the pack contains only padding, so a rank without rollouts can still
-            take part in collectives. Attachments then have the dtype and the row shape of the
-            first rollout of the batch.
+            take part in collectives. An attachment then has the dtype and the row shape of the
+            first rollout of the batch with this attachment.
         per_token: names of attachments with a row per token. The attachments are arrays, tensors or
             `Aligned.rows`. If `Aligned.rows` lack the row of the last token, the last token gets
             zeros. For routes, where 0 is an expert, join `Routes` with `Routes.with_missing`.
@@ -270,9 +270,12 @@ def _attached(
     rows: Callable[[Rollout], int],
     padding: int,
 ) -> Mapping[str, Any]:
-    shapes = chosen or batch[:1]  # Padding has the dtype and the row shape of the batch.
     found: dict[str, Any] = {}
-    for name in names if shapes else ():
+    for name in names:
+        # Padding has the dtype and the row shape of the batch.
+        shapes = chosen or [each for each in batch if name in each.attachments][:1]
+        if not shapes:
+            continue
         parts: list[Any] = []
         for rollout in shapes:
             count = rows(rollout)
