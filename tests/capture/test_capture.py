@@ -10,7 +10,13 @@ import pytest
 
 from primeblocks.capture import CaptureBounds
 from primeblocks.capture.adapters.uvicorn import CaptureServer
-from primeblocks.errors import CapacityError, DeadlineError, EngineError, UsageError
+from primeblocks.errors import (
+    CapacityError,
+    DeadlineError,
+    EngineError,
+    PrimeblocksError,
+    UsageError,
+)
 from primeblocks.losses.packing import plan_trees
 from primeblocks.testing.faults import ManualClock
 from tests.capture.capture_site import adds, agent_of, converse, recording, serve
@@ -127,6 +133,7 @@ def test_completions_go_on_with_text():
         (CapacityError("full"), 429, "CapacityError"),
         (UsageError("too long"), 400, "UsageError"),
         (RuntimeError("what"), 503, "EngineError"),
+        (PrimeblocksError("aborted"), 503, "PrimeblocksError"),
     ],
 )
 def test_an_engine_that_fails_is_said_and_loses_nothing(raised, status, kind):

@@ -217,8 +217,9 @@ def test_nobody_at_the_address():
 
 def test_a_trainer_drives_servers_without_vllm(monkeypatch):
     monkeypatch.setattr(adapters, "vllm", adapters.vllm)  # It is imported anew.
-    for name in [name for name in sys.modules if name.startswith(adapters.vllm.__name__)]:
-        monkeypatch.delitem(sys.modules, name)
+    for name in [*sys.modules]:
+        if name.startswith((adapters.vllm.__name__, "vllm.")):
+            monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "vllm", None)
     vllm = importlib.import_module("primeblocks.weightsync.adapters.vllm")
     vllm.VllmServer("http://host:1")
