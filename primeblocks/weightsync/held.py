@@ -343,9 +343,9 @@ def chunks_of(
             into[place].copy_(room)
 
 
-def copied(plan: Plan, reader: int, held: Lent, *, deadline: float) -> Boxes:
-    """Copy a reader's boxes, unchecked, into memory that stays, or raise DeadlineError."""
-    boxes = Boxes(plan, reader, stays=True, device=held.device)
+def copied(plan: Plan, reader: int, held: Lent, *, stays: bool, deadline: float) -> Boxes:
+    """Copy a reader's boxes, unchecked, into the reader's memory, or raise DeadlineError."""
+    boxes = Boxes(plan, reader, stays=stays, device=held.device)
     mine = plan.of_reader(reader)
     for done, index in enumerate(mine):
         in_time(deadline, f"the reader copied {done} of {len(mine)} buckets in time")

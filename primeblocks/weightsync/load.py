@@ -48,8 +48,8 @@ def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -
         if held[name].layout != spec.layout or not _takes(held[name].dtype, spec.dtype):
             raise PlanError(
                 f"{name!r} is {held[name].dtype} {held[name].layout} in the target, and "
-                f"{spec.dtype} {spec.layout} in the plan. Plan with describe() of this target, or "
-                "pass the target's dtype as dtype= to announce()."
+                f"{spec.dtype} {spec.layout} in the plan. Plan with describe() of this target, "
+                f"pass its dtype as dtype= to announce(), or convert it to {spec.dtype}."
             )
     into = InPlace(target, sent)
     into.places()

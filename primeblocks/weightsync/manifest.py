@@ -40,8 +40,18 @@ _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # Routers add these biases to their scores, and a rounded bias chooses other experts. vLLM stores
-# them in float32, and so do the files of the models.
-_NEVER_ROUNDED = ("e_score_correction_bias", "expert_bias")
+# them in float32, and so do the files of the models. The names from `ffn` on are those in files of
+# DeepSeek-V4, Inkling and Step 3.7.
+_NEVER_ROUNDED = (
+    "e_score_correction_bias",
+    "expert_bias",
+    "expert_bias_E",
+    "balancing_biases",
+    "ffn.gate.bias",
+    "ffn.gate.bias_vl",
+    "mlp.gate.bias",
+    "router_bias",
+)
 
 NamedTensors = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
@@ -205,8 +215,9 @@ def describe(source: NamedTensors, *, dtype: torch.dtype | None = None) -> Manif
         source: a module, for its parameters and persistent buffers, or tensors by name. A DTensor
             is described by its global shape and this rank's box, also for FSDP2 over expert shards.
         dtype: the dtype with which tensors of the dtypes in `FLOATS` are described, one of
-            `FLOATS`. Tensors of other dtypes keep their dtype, and so do the biases with which
-            routers correct their choices. With None, all tensors keep it.
+            `FLOATS`. Tensors of other dtypes keep their dtype. The biases with which routers
+            correct their choices are not rounded: they keep a wider dtype. With None, all tensors
+            keep their dtype.
 
     Raises:
         PlanError: as for `layout_of`, or a name occurs twice, or a value is not a dense tensor.
@@ -279,9 +290,10 @@ def _cast(name: str, dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dt
     if wanted is not None and wanted not in FLOATS:
         names = ", ".join(map(str, FLOATS))
         raise PlanError(f"dtype must be one of {names}, or None; got {wanted!r}.")
-    if wanted is None or dtype not in FLOATS or name.endswith(_NEVER_ROUNDED):
+    if wanted is None or dtype not in FLOATS:
         return dtype
-    return wanted
+    is_rounded = wanted.itemsize < dtype.itemsize and name.endswith(_NEVER_ROUNDED)
+    return dtype if is_rounded else wanted
 
 
 def _dtype(name: str) -> torch.dtype:

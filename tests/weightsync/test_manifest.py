@@ -105,12 +105,25 @@ def test_a_module_is_its_parameters_once_and_its_persistent_buffers():
     }
 
 
-@pytest.mark.parametrize("name", ["e_score_correction_bias", "expert_bias"])
+BIASES = [
+    "mlp.gate.e_score_correction_bias",
+    "feed_forward.expert_bias",
+    "moe.expert_bias_E",
+    "router.balancing_biases",
+    "3.ffn.gate.bias",
+    "3.ffn.gate.bias_vl",
+    "moe.router_bias",
+]
+
+
+@pytest.mark.parametrize("name", BIASES)
 def test_biases_that_choose_experts_are_not_rounded(name):
-    held = {f"gate.{name}": torch.tensor([14.31]), "gate.weight": torch.zeros(1)}
-    want = {f"gate.{name}": torch.float32, "gate.weight": torch.bfloat16}
+    held = {name: torch.tensor([14.31]), "gate.weight": torch.zeros(1)}
+    want = {name: torch.float32, "gate.weight": torch.bfloat16}
     for sent in (describe(held, dtype=torch.bfloat16), describe(held).whole(dtype=torch.bfloat16)):
         assert {each: spec.dtype for each, spec in sent.items()} == want
+    narrow = describe({name: torch.zeros(1, dtype=torch.bfloat16)}, dtype=torch.float32)
+    assert narrow[name].dtype == torch.float32
 
 
 def test_whole_and_json_round_trip():

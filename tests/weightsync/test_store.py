@@ -27,7 +27,7 @@ from primeblocks.weightsync.transports import (
     Transport,
     store_commits,
 )
-from primeblocks.weightsync.transports.carriers import WireCarrier
+from primeblocks.weightsync.transports.carriers import HandleCarrier, WireCarrier
 from primeblocks.weightsync.transports.store_commits import StoreCommits
 from primeblocks.weightsync.transports.transport import Lease, ReceiveRequest
 from tests.deadlines import HANG_S as TIMEOUT_S
@@ -293,6 +293,36 @@ def test_ranks_are_not_asked_after_the_deadline(monkeypatch):
     with pytest.raises(DeadlineError, match="1 of 3 ranks"):
         found.whole()
     assert asked == ["rank-0"]
+
+
+def test_what_is_lent_for_a_time_is_copied_in_that_time(monkeypatch):
+    """A load may take longer than a lease. It gets memory of this process."""
+    weights, store = parameters(1), dist.HashStore()
+    plan = plan_sync([describe(weights)], describe(weights).whole(), bucket_bytes=1000)
+    clock, carrier = ManualClock(time.monotonic()), HandleCarrier()
+    owner = PackedTransport(StoreCommits(store, owner=True, lease_s=LEASE_S), carrier)
+    Publisher(plan, weights, owner).publish(1, timeout_s=TIMEOUT_S)
+    reader = PackedTransport(StoreCommits(store, owner=False), carrier)
+    fetch, got = carrier.fetch, []
+
+    def slow(spans, **how):
+        found = fetch(spans, **how)
+        clock.advance(LEASE_S + 1)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(carrier, "fetch", slow)
+        patch.setattr(held_module, "time", SimpleNamespace(monotonic=clock.now))
+        with pytest.raises(DeadlineError, match="copied"):
+            Subscriber(plan, got.append, reader).receive(timeout_s=TIMEOUT_S)
+    assert not got
+
+    def load(tensors):
+        owner._full.used[1].buffer.fill_(66)  # Its lease is over: the trainer goes on.
+        got.append({name: tensor.clone() for name, tensor in tensors})
+
+    Subscriber(plan, load, reader, check="ahead").receive(timeout_s=TIMEOUT_S)
+    assert same_bytes(got[0], weights)
 
 
 def test_a_store_that_is_gone_is_a_typed_error_in_time():

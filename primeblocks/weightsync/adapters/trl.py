@@ -90,7 +90,9 @@ class TrlTransfer:
             raise ClosedError("this TrlTransfer was destroyed. Make a new TrlTransfer.")
         publisher = self._publisher
         if publisher is None:
-            self._held = {name: self._empty(tensor).copy_(tensor) for name, tensor in iterator}
+            self._held = {
+                name: self._empty(name, tensor).copy_(tensor) for name, tensor in iterator
+            }
             publisher = self._open()
         else:
             self._refill(iterator)
@@ -138,6 +140,6 @@ class TrlTransfer:
                 "freeze parameters after training has begun."
             )
 
-    def _empty(self, tensor: Tensor) -> Tensor:
-        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+    def _empty(self, name: str, tensor: Tensor) -> Tensor:
+        dtype = describe({name: tensor}, dtype=self._dtype)[name].dtype
         return torch.empty(tensor.shape, dtype=dtype, device="cpu")

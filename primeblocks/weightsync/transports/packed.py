@@ -9,6 +9,7 @@ lease.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 import weakref
@@ -254,10 +255,11 @@ class _Incoming:
                 lease.close()
 
         lent = Borrowed(buckets, close=close)
-        if not self._keep:
+        if not self._keep and lease.until == math.inf:
             return lent
         try:
-            return copied(plan, request.reader, lent, deadline=request.deadline)
+            until = min(lease.until, request.deadline)  # What is lent for a time is copied in it.
+            return copied(plan, request.reader, lent, stays=self._keep, deadline=until)
         finally:
             lent.close()
 
