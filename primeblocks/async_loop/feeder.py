@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -252,9 +252,9 @@ class Feeder:
                 raise
             # Nobody cancelled this task. Clients of tools leak cancellations of their own tasks.
             raise PrimeblocksError(f"{what} was cancelled by its own code") from error
-        if self._group_size is None and isinstance(answer, Iterable):
-            answer = tuple(answer)
-            if not answer:
+        if self._group_size is None:
+            answer = tuple(answer) if isinstance(answer, Iterator) else answer
+            if isinstance(answer, Sized) and not len(answer):
                 raise PrimeblocksError(f"{what} has no rollouts")
         return answer
 

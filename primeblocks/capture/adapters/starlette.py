@@ -58,8 +58,9 @@ def capture_app(recorder: Recorder) -> Starlette:
 
     An error has the JSON form of OpenAI's API. The status is 400 for an unsupported request, 401
     for a wrong key, 410 for an ended session, and 413 for an oversized body. The status is 429 with
-    `Retry-After` for a reached bound, and 503 with `Retry-After` for an aborted request. It is 503
-    for a failure of the engine, and 504 for a missed deadline.
+    `Retry-After` for a reached bound, and 504 for a missed deadline. It is 503 for an aborted
+    request, which OpenAI's clients send again, and 503 with `x-should-retry: false` for a failure
+    of the engine.
     """
 
     async def models(request: Request) -> Response:
@@ -204,7 +205,7 @@ def _too_long(most: int) -> Response:
 
 def _error(error: Exception) -> Response:
     if type(error) is PrimeblocksError:  # The engine aborted the request, and can answer it again.
-        return _refusal(error, 503, "engine_error", {"retry-after": "1"})
+        return _refusal(error, 503, "engine_error")
     status, kind = next(
         ((status, kind) for cls, status, kind in _STATUS if isinstance(error, cls)),
         (500, "server_error"),

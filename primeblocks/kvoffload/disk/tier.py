@@ -126,23 +126,18 @@ class DiskTier:
     def get(self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]) -> list[Found | Answer]:
         """Read pages, and return their lengths and digests, which the caller must compare. Local.
 
-        Each buffer of `into` must have a whole frame, for direct I/O at an address that is a
-        multiple of 4096. The result has None for a missing page, and an OSError if the page cannot
-        be read. A CorruptionError means that the file ends before the page, or that the index is
-        damaged. A ShapeError means that a buffer is shorter than a frame.
+        The result has None for a missing page, an OSError if it cannot be read, and a ShapeError
+        for a short buffer. CorruptionError: the file ends early, or the index is damaged.
         """
         if any(each.nbytes < self.frame_bytes for each in into):
-            short = ShapeError(f"each buffer needs a whole frame of {self.frame_bytes} bytes.")
-            return [short] * len(keys)
+            return [ShapeError(f"a buffer needs {self.frame_bytes} bytes.")] * len(keys)
         with self._in_turn():
             try:
                 places = self._index.places(keys)
             except (OSError, CorruptionError) as error:
                 return [error] * len(keys)
             there = [(place.frame, each) for place, each in zip(places, into, strict=True) if place]
-            errors = iter(
-                self._data.read([frame for frame, _ in there], [each for _, each in there])
-            )
+            errors = iter(self._data.read([at for at, _ in there], [each for _, each in there]))
             return [
                 None if place is None else next(errors) or Found(place.length, place.digest)
                 for place in places
@@ -325,13 +320,13 @@ class DiskTier:
 
     def _misfit(self, record: Record) -> ShapeError | None:
         """Return why a record does not fit, or None if it fits."""
-        sizes = record.content.nbytes, record.frame.nbytes, len(record.digest)
+        content, frame, digest = record.content.nbytes, record.frame.nbytes, len(record.digest)
         room = self.page_bytes + self.attachment_bytes
-        if sizes[0] <= room and sizes[1] >= self.frame_bytes and sizes[2] == DIGEST_BYTES:
+        if content <= room and frame >= self.frame_bytes and digest == DIGEST_BYTES:
             return None
         return ShapeError(
             f"a page with attachments has at most {room} bytes, in a frame of {self.frame_bytes}, "
-            f"and a digest of {DIGEST_BYTES}; got {sizes[0]}, {sizes[1]} and {sizes[2]} bytes."
+            f"and a digest of {DIGEST_BYTES}; got {content}, {frame} and {digest} bytes."
         )
 
     def _make_room(self, records: Sequence[Record]) -> list[Record]:
