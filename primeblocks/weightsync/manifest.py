@@ -216,8 +216,8 @@ def describe(source: NamedTensors, *, dtype: torch.dtype | None = None) -> Manif
             is described by its global shape and this rank's box, also for FSDP2 over expert shards.
         dtype: the dtype with which tensors of the dtypes in `FLOATS` are described, one of
             `FLOATS`. Tensors of other dtypes keep their dtype. The biases with which routers
-            correct their choices are not rounded: they keep a wider dtype. With None, all tensors
-            keep their dtype.
+            correct their choices are not rounded to 16 bits: they keep their dtype. With None, all
+            tensors keep their dtype.
 
     Raises:
         PlanError: as for `layout_of`, or a name occurs twice, or a value is not a dense tensor.
@@ -292,8 +292,8 @@ def _cast(name: str, dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dt
         raise PlanError(f"dtype must be one of {names}, or None; got {wanted!r}.")
     if wanted is None or dtype not in FLOATS:
         return dtype
-    is_rounded = wanted.itemsize < dtype.itemsize and name.endswith(_NEVER_ROUNDED)
-    return dtype if is_rounded else wanted
+    is_rounded = wanted.itemsize < torch.float32.itemsize <= dtype.itemsize
+    return dtype if is_rounded and name.endswith(_NEVER_ROUNDED) else wanted
 
 
 def _dtype(name: str) -> torch.dtype:
