@@ -46,8 +46,9 @@ class AsyncLoop:
     open a loop once. After an error, make a new loop.
 
     Args:
-        prompts: any iterable. Each prompt is used once, and again only if its group was dropped.
-            The loop ends early (`ended`) if the prompts run out before a batch is full.
+        prompts: any iterable, whose iterator is made with the loop. Each prompt is used once, and
+            again only if its group was dropped. The loop ends early (`ended`) if the prompts run
+            out before a batch is full.
         generate: `await generate(prompt, version=v)` returns the rollouts of one group. With
             `group_size`, `await generate(prompt, version=v, sample=i)` returns one rollout, and
             each sample is one request. With `ledger`, the call also gets `draft=`, a `Draft`. `v`

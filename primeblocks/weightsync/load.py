@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from ..errors import PlanError
 from ..layout import Layout, local_part
-from .manifest import Manifest, NamedTensors, TensorSpec, converts, describe, named_tensors
+from .manifest import (
+    NEVER_ROUNDED,
+    Manifest,
+    NamedTensors,
+    TensorSpec,
+    converts,
+    describe,
+    named_tensors,
+)
 from .plan import Plan
 
 __all__ = ["InPlace", "load_into"]
@@ -45,11 +53,14 @@ def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -
             "name, or plan with convert=."
         )
     for name, spec in sent.items():
-        if held[name].layout != spec.layout or not _takes(held[name].dtype, spec.dtype):
+        # A target that has such a bias in 16 bits rounds it.
+        may_round = name.endswith(NEVER_ROUNDED) and converts(spec.dtype, held[name].dtype)
+        takes = may_round or _takes(held[name].dtype, spec.dtype)
+        if held[name].layout != spec.layout or not takes:
             raise PlanError(
                 f"{name!r} is {held[name].dtype} {held[name].layout} in the target, and "
-                f"{spec.dtype} {spec.layout} in the plan. Plan with describe() of this target, "
-                f"pass its dtype as dtype= to announce(), or convert it to {spec.dtype}."
+                f"{spec.dtype} {spec.layout} in the plan. Plan with describe() of this target, or "
+                "pass the target's dtype as dtype= to announce()."
             )
     into = InPlace(target, sent)
     into.places()

@@ -21,6 +21,7 @@ from .marker import UNREADABLE, is_count
 
 __all__ = [
     "FLOATS",
+    "NEVER_ROUNDED",
     "Manifest",
     "NamedTensors",
     "TensorSpec",
@@ -42,7 +43,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Routers add these biases to their scores, and a rounded bias chooses other experts. vLLM stores
 # them in float32, and so do the files of the models. The names from `ffn` on are those in files of
 # DeepSeek-V4, Inkling and Step 3.7.
-_NEVER_ROUNDED = (
+NEVER_ROUNDED = (
     "e_score_correction_bias",
     "expert_bias",
     "expert_bias_E",
@@ -216,8 +217,8 @@ def describe(source: NamedTensors, *, dtype: torch.dtype | None = None) -> Manif
             is described by its global shape and this rank's box, also for FSDP2 over expert shards.
         dtype: the dtype with which tensors of the dtypes in `FLOATS` are described, one of
             `FLOATS`. Tensors of other dtypes keep their dtype. The biases with which routers
-            correct their choices are not rounded to 16 bits: they keep their dtype. With None, all
-            tensors keep their dtype.
+            correct their choices are not rounded to 16 bits: they are described in float32. With
+            None, all tensors keep their dtype.
 
     Raises:
         PlanError: as for `layout_of`, or a name occurs twice, or a value is not a dense tensor.
@@ -293,7 +294,7 @@ def _cast(name: str, dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dt
     if wanted is None or dtype not in FLOATS:
         return dtype
     is_rounded = wanted.itemsize < torch.float32.itemsize <= dtype.itemsize
-    return dtype if is_rounded and name.endswith(_NEVER_ROUNDED) else wanted
+    return torch.float32 if is_rounded and name.endswith(NEVER_ROUNDED) else wanted
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -71,6 +71,14 @@ def test_a_tensor_on_the_meta_device_is_neither_filled_nor_sent(tmp_path):
 A = {"a": torch.zeros(4, 2), "b": torch.zeros(3)}
 
 
+def test_a_target_may_round_a_bias_that_a_plan_does_not():
+    name = "gate.e_score_correction_bias"
+    sent = describe({name: torch.zeros(1)}, dtype=torch.bfloat16)
+    held = {name: torch.zeros(1, dtype=torch.bfloat16)}
+    load_into(held, sent)([(name, torch.tensor([14.31]))])
+    assert held[name].item() == torch.tensor(14.31).bfloat16().item()
+
+
 @pytest.mark.parametrize(
     ("sent", "match"),
     [
