@@ -307,8 +307,8 @@ def test_a_copy_that_ends_after_the_deadline_is_not_loaded(monkeypatch):
 
     lent = SimpleNamespace(stays=True, device=torch.device("cpu"), chunks=chunks, close=list)
     with pytest.raises(DeadlineError, match="copied all 1 buckets, but after the deadline"):
-        copied(plan, 0, lent, deadline=clock.now() + 0.5)
-    copied(plan, 0, lent, deadline=clock.now() + 1.5)
+        copied(plan, 0, lent, stays=True, deadline=clock.now() + 0.5)
+    copied(plan, 0, lent, stays=True, deadline=clock.now() + 1.5)
 
 
 def test_memory_is_used_again_once_nobody_has_it():
