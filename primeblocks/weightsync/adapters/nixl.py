@@ -22,7 +22,7 @@ from torch import Tensor
 from ...errors import DeadlineError, TransferError, needs
 from ..transports.carriers import Read
 
-with needs("nixl", extra="nixl"):
+with needs("nixl", "nixl_meta_utils", "nixl_cu12", "nixl_cu13", extra="nixl"):
     from nixl._api import nixl_agent, nixl_agent_config
 
 __all__ = ["NixlWire"]
