@@ -84,7 +84,10 @@ def mutants(package: Path, count: int, seed: int) -> list[tuple[Path, int]]:
 
 def is_noticed(copy: Path, tests: list[str]) -> bool:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    env = {**os.environ, "PYTHONPATH": str(copy)}  # Processes that tests start import the copy, too.
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(copy),
+    }  # Processes that tests start import the copy, too.
     try:
         done = subprocess.run(
             command, cwd=copy, env=env, capture_output=True, timeout=DEADLINE_S, check=False

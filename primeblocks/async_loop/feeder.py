@@ -3,6 +3,8 @@
 A prompt becomes a `PromptJob`. A job is *waiting* if it must be generated again, and *in flight* in
 `jobs` while its samples are generated. It is *finished* once its group is in the buffer or
 waits for room. A job leaves the run if `keep` refuses its group or a sample has no attempt left.
+The ledger learns of a failed job once a later group has finished. If the engine dies, all jobs in
+flight fail together, and a run that is resumed continues them.
 
 All attempts of a sample, or of a whole group without `group_size`, are one request. A request
 counts during its backoff too. The last request of a group counts until the group has room.
@@ -103,6 +105,7 @@ class Feeder:
         self.causes: Counter[str] = Counter()  # Failed attempts by type, since the last step.
         self.failures_in_a_row = 0
         self.last_failure: BaseException | None = None
+        self._failed: list[tuple[int, str]] = []  # Of these, the ledger does not know yet.
         self._logged: set[type[BaseException]] = set()
         self._closing = False
 
@@ -291,8 +294,13 @@ class Feeder:
         took = self._clock.now() - job.started_s
         group = Group(job.prompt, tuple(rollouts), job.version, took, job.ordinal)
         self.failures_in_a_row = 0
+        if self._ledger is not None:
+            while self._failed:  # The engine lives, so these failed on their own account.
+                self._ledger.left_out(*self._failed.pop())
         if self._keep is not None and not self._keep(group):
             self._leave(job, "filtered")
+            if self._ledger is not None:
+                self._ledger.left_out(job.ordinal, "filtered")
             return
         if self._ledger is not None:
             self._ledger.finished(job.ordinal, group)
@@ -307,15 +315,15 @@ class Feeder:
         """Let the prompt leave the run without being trained on."""
         del self.jobs[job.ordinal]
         self._leaves(job.prompt, reason)
-        if self._ledger is not None:
-            self._ledger.left_out(job.ordinal, reason)
         self._buffer.look_again()
 
     def _give_up(self, job: PromptJob, error: BaseException) -> None:
         for other in job.tasks - {asyncio.current_task()}:
             other.cancel()
         self._pending = deque(entry for entry in self._pending if entry[0] is not job)
-        self._leave(job, f"failed: {error!r}")
+        self._leave(job, reason := f"failed: {error!r}")
+        if self._ledger is not None:
+            self._failed.append((job.ordinal, reason))
         self.failures_in_a_row += 1
         self.last_failure = error
         if self.failures_in_a_row >= self._retries.give_up_after:

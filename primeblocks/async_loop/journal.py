@@ -288,6 +288,12 @@ class Journal:
             db.execute("UPDATE prompts SET state = 'drawn' WHERE state = 'in flight'")
             tables.check(db)
             restored = Restored(tables.cursor_of(db), _again(db, version), _finished(db, version))
+        if version and not restored.cursor:
+            logger.warning(
+                "The journal has no prompts, but the run continues from policy %d. Prompts begin "
+                "at the first again. If the run has another journal, copy the file to this path.",
+                version,
+            )
         if again:
             logger.warning(
                 "The journal goes back to policy %d: %d groups of later steps are trained again.",

@@ -5,7 +5,7 @@ starts as many groups as the staleness policy allows.
 
 An error in a step ends the loop, and the batch does not return to the buffer. A ledger records the
 batch as taken, or as trained if `publish` failed. A run that is resumed from the weights before
-this step trains on the batch. Without a ledger, the batch is lost. `version` grows once `publish`
+this step trains on the batch. Without a ledger, the batch is lost. `version` grows once `train`
 returned, `published` once the engine has the weights.
 """
 
@@ -244,15 +244,15 @@ class AsyncLoop:
         trained = self._clock.now()
         if self._ledger is not None:
             self._ledger.trained(version)
+        self.version = version + 1  # Even if `publish` fails: the weights have changed.
+        feeder.finished -= len(groups)
         await self._await_publish()
-        rest = await self._run(self._publish, version + 1, what="a publish")
-        self.version = version + 1
+        rest = await self._run(self._publish, self.version, what="a publish")
         if inspect.isawaitable(rest):
             self._publishing = asyncio.ensure_future(rest)
-            self._publishing.add_done_callback(self._publish_ended)
+            self._publishing.add_done_callback(partial(self._publish_ended, self.version))
         else:
             self.published = self.version
-        feeder.finished -= len(groups)
         self._feed()
         self._is_stepping = False
         published = self._clock.now()
@@ -325,12 +325,12 @@ class AsyncLoop:
         if not put.cancelled() and (error := put.exception()):
             self._fail(error)
 
-    def _publish_ended(self, rest: asyncio.Future[Any]) -> None:
+    def _publish_ended(self, version: int, rest: asyncio.Future[Any]) -> None:
         if rest.cancelled():
             return
         if error := rest.exception():
             return self._fail(error)
-        self.published = self.version
+        self.published = version
         self._go_on()
 
     def _go_on(self) -> None:

@@ -183,7 +183,7 @@ def test_a_step_tells_its_times_and_the_engine_has_the_old_version_until_the_pub
 
         async def publish(version):
             clock.advance(2)
-            versions.append((version, loop.version))
+            versions.append((version, loop.published))
 
         world.generate, loop._train, loop._publish = slow, train, publish
         return await collect(world, loop, count=3)

@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from primeblocks.async_loop import AsyncLoop, RolloutBuffer, StalenessPolicy
+from primeblocks.async_loop import AsyncLoop, Journal, Partial, RolloutBuffer, StalenessPolicy
 from primeblocks.async_loop.scheduler import Retries
 from primeblocks.errors import EngineError, UsageError
+from primeblocks.planning.virtual import VirtualClock, run_in_virtual_time
 from tests.deadlines import HANG_S
 
 from .conftest import make_rollout
@@ -262,3 +263,104 @@ def test_no_train_runs_or_starts_once_a_loop_has_failed(fails_in):
         assert begun == ended == [0]
 
     asyncio.run(asyncio.wait_for(body(), HANG_S))
+
+
+class _Engine:
+    """An engine that can die: each rollout has three tokens, which are saved one by one."""
+
+    def __init__(self):
+        self.is_dead, self.went_on = False, set()
+
+    async def generate(self, prompt, *, version, sample, draft):
+        so_far = draft.partials.get(sample)
+        if so_far is not None:
+            self.went_on.add((prompt, sample))
+        versions = [] if so_far is None else so_far.versions.tolist()
+        while True:
+            await asyncio.sleep(1.0)
+            if self.is_dead or prompt == 3:
+                raise EngineError("the engine's process was killed")
+            versions.append(version)
+            fields = make_rollout(versions=versions)
+            if len(versions) == 3:
+                return fields
+            names = ("tokens", "prompt_length", "logprobs", "versions")
+            draft.save(sample, Partial(**{name: getattr(fields, name) for name in names}))
+
+
+async def _nothing(*_, **__):
+    pass
+
+
+def _life(engine, journal, *, steps, version=0, publish=_nothing, trained=None):
+    """One life of a run. Returns the loop and the error that ended it, or None."""
+    clock = VirtualClock()
+    policy = StalenessPolicy(2, correction="a test")
+
+    async def train(groups, *, version):
+        if trained is not None:
+            trained.append((version, [group.ordinal for group in groups]))
+
+    async def body():
+        loop = AsyncLoop(
+            prompts=range(100), generate=engine.generate, train=train, publish=publish,
+            buffer=RolloutBuffer(capacity=60, staleness=policy, clock=clock),
+            batch_size=16, max_in_flight=96, group_size=2, ledger=journal, version=version,
+            clock=clock,
+        )  # fmt: skip
+        error = None
+        try:
+            async with loop:
+                async for _ in loop.steps(steps):
+                    pass
+        except EngineError as raised:
+            error = raised
+        return loop, error
+
+    return run_in_virtual_time(body())
+
+
+def test_prompts_that_fail_with_a_dead_engine_are_continued_by_the_next_run(tmp_path):
+    engine = _Engine()
+
+    async def dies_while_rollouts_are_in_flight(version):
+        await asyncio.sleep(1.5)
+        engine.is_dead = version == 3
+
+    with Journal(tmp_path / "journal") as journal:
+        loop, error = _life(engine, journal, steps=9, publish=dies_while_rollouts_are_in_flight)
+        assert error is not None
+        counts = journal.counts()
+        # Prompt 3 fails by itself, as the groups that finish after it show.
+        assert counts["failed"] == 1
+        assert counts["in flight"] > 16
+        engine.is_dead, engine.went_on = False, set()
+        _, error = _life(engine, journal, steps=3, version=loop.version)
+        assert error is None
+        assert len(engine.went_on) > 16
+        assert journal.counts()["failed"] == 1
+
+
+def test_after_a_failed_publish_the_next_loop_does_not_train_on_the_batch_again(tmp_path):
+    engine, trained = _Engine(), []
+
+    async def fails(version):
+        raise EngineError("no engine")
+
+    with Journal(tmp_path / "journal") as journal:
+        loop, error = _life(engine, journal, steps=2, publish=fails, trained=trained)
+        assert error is not None
+        assert (loop.version, loop.published) == (1, 0)
+        _life(engine, journal, steps=2, version=loop.version, trained=trained)
+    assert [version for version, _ in trained] == [0, 1, 2]
+    ordinals = [ordinal for _, batch in trained for ordinal in batch]
+    assert len({*ordinals}) == len(ordinals) == 48
+
+
+def test_an_empty_journal_of_a_run_that_goes_on_is_told(tmp_path, caplog):
+    with Journal(tmp_path / "first") as journal:
+        journal.restore(0)
+    assert not caplog.records
+    with Journal(tmp_path / "second") as journal:
+        journal.restore(1000)
+    assert "has no prompts, but the run continues from policy 1000" in caplog.text
