@@ -124,7 +124,9 @@ async def generate(folder: str, address: str) -> None:
                     refused += 1
                     if refused * PUT_S > TIMEOUT_S:  # The trainer has died.
                         raise
-                if transport.markers()[-1].version > version:
+                # After a restart, the trainer first has no version, and then an older one.
+                markers = transport.markers()
+                if markers and markers[-1].version != version:
                     version = subscriber.receive(timeout_s=TIMEOUT_S).version
 
 

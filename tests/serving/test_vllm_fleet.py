@@ -7,6 +7,7 @@ import traceback
 import warnings
 from importlib import import_module
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from primeblocks.errors import (
     PrimeblocksError,
     TransferError,
 )
+from primeblocks.serving.adapters import vllm as adapter
 from primeblocks.serving.adapters.vllm import FleetMember, VllmFleet
 from primeblocks.testing.faults import ManualClock
 from primeblocks.weightsync.adapters.vllm import update_all
@@ -56,9 +58,11 @@ def published(version):
 
 
 def fleet_of(*names, faults=None, **options):
+    """A fleet whose random name is "name"."""
     engines = {name: Engine(name=name, **(faults or {}).get(name, {})) for name in names}
     members = {name: engine.member for name, engine in engines.items()}
-    return engines, VllmFleet(members, update=options.pop("update", update_all), **options)
+    with patch.object(adapter, "token_hex", lambda _: "name"):
+        return engines, VllmFleet(members, update=options.pop("update", update_all), **options)
 
 
 def serving(version):
@@ -72,10 +76,10 @@ async def test_requests_wait_for_a_version_and_follow_its_salt():
         await fleet.generate("x")
     done = await fleet.update(published(3), timeout_s=TIMEOUT_S)
     assert (done.version, done.held_by, dict(done.drained)) == (3, ("a", "b"), {})
-    assert await fleet.generate("x") == ("a", serving(3), "policy-3")
+    assert await fleet.generate("x") == ("a", serving(3), "policy-3-name")
     assert await fleet.versions(timeout_s=TIMEOUT_S) == {"a": "3", "b": "3"}
     await fleet.update(published(4), timeout_s=TIMEOUT_S)
-    assert await fleet.generate("x") == ("a", serving(4), "policy-4")
+    assert await fleet.generate("x") == ("a", serving(4), "policy-4-name")
     assert engines["b"].serving == serving(4)
 
 
@@ -115,9 +119,9 @@ async def test_a_version_that_none_can_load_drains_nobody():
     assert fleet.open == ("a", "b")
     name, held, salt = await fleet.generate("x")
     assert (name, held) == ("a", serving(1))
-    assert salt.startswith("policy-1-unsettled")  # An error does not say that all went back.
+    assert salt.startswith("policy-1-name-unsettled")  # An error does not say that all went back.
     await fleet.update(published(3), timeout_s=TIMEOUT_S)
-    assert await fleet.generate("x") == ("a", serving(3), "policy-3")
+    assert await fleet.generate("x") == ("a", serving(3), "policy-3-name")
 
 
 @in_a_loop
@@ -194,7 +198,7 @@ async def test_what_hangs_ends_at_the_deadline_and_the_next_update_mends_it():
     assert "unsettled" in (await fleet.generate("x"))[2]
     hangs[0] = False
     await fleet.update(published(2), timeout_s=TIMEOUT_S)
-    assert (await fleet.generate("x"))[1:] == (serving(2), "policy-2")
+    assert (await fleet.generate("x"))[1:] == (serving(2), "policy-2-name")
 
 
 @in_a_loop
@@ -235,8 +239,20 @@ async def test_servers_get_calls_with_a_deadline_and_a_router_all_requests():
     await fleet.update(published(7), timeout_s=TIMEOUT_S)
     assert await fleet.versions(timeout_s=TIMEOUT_S) == {"a": "7"}
     assert deadlines == [clock.now() + TIMEOUT_S]
-    assert await fleet.generate("x") == ("router", "x", "policy-7")
+    name, prompt, salt = await fleet.generate("x")
+    assert (name, prompt, salt.startswith("policy-7-")) == ("router", "x", True)
     assert engine.asked == []
+
+
+@in_a_loop
+async def test_a_fleet_that_comes_later_shares_no_pages_with_one_before():
+    """The engines outlive the trainer, which goes back to older weights and the same versions."""
+    engine, salts = Engine(), []
+    for _ in range(2):
+        fleet = VllmFleet({"a": engine.member}, update=update_all)
+        await fleet.update(published(1), timeout_s=TIMEOUT_S)
+        salts += [(await fleet.generate(i))[2] for i in range(2)]
+    assert salts[0] == salts[1] != salts[2] == salts[3]
 
 
 @settings(max_examples=settings().max_examples // 3)
@@ -272,7 +288,7 @@ async def test_an_engine_that_is_open_serves_the_version_of_the_fleet(events):
             except EngineError:
                 continue
             assert held == serving(fleet.version)
-            assert (salt == f"policy-{fleet.version}") == is_settled
+            assert (salt == f"policy-{fleet.version}-name") == is_settled
         else:
             newest += 1
             for name, moment in what.items():

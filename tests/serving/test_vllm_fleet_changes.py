@@ -29,9 +29,9 @@ async def test_an_engine_that_loads_and_answers_late_shares_no_pages(first):
     assert (fleet.version, fleet.open) == (1, ("a", "b"))
     answers = [await fleet.generate(i) for i in range(3)]
     assert [held for _, held, _ in answers] == [serving(2)] * 3
-    assert len({salt for _, _, salt in answers} | {"policy-1", "policy-2"}) == 5
+    assert len({salt for _, _, salt in answers} | {"policy-1-name", "policy-2-name"}) == 5
     await fleet.update(published(3), timeout_s=TIMEOUT_S)
-    assert (await fleet.generate("x"))[1:] == (serving(3), "policy-3")
+    assert (await fleet.generate("x"))[1:] == (serving(3), "policy-3-name")
 
 
 @in_a_loop
@@ -52,7 +52,7 @@ async def test_a_version_below_the_fleets_is_refused():
     with pytest.raises(UsageError, match="version 2 after version 3.*a higher version"):
         await older
     await fleet.update(published(3), timeout_s=TIMEOUT_S)  # Once more is fine.
-    assert await fleet.generate("x") == ("a", serving(3), "policy-3")
+    assert await fleet.generate("x") == ("a", serving(3), "policy-3-name")
 
 
 @in_a_loop
@@ -63,10 +63,10 @@ async def test_other_weights_under_the_same_version_share_no_pages():
     for receipt in (first, second, second):
         await fleet.update(receipt, timeout_s=TIMEOUT_S)
         salts += [(await fleet.generate(i))[2] for i in range(2)]
-    assert salts[:2] == ["policy-1"] * 2
-    assert len({"policy-1", *salts[2:]}) == 5
+    assert salts[:2] == ["policy-1-name"] * 2
+    assert len({"policy-1-name", *salts[2:]}) == 5
     await fleet.update(published(2), timeout_s=TIMEOUT_S)
-    assert (await fleet.generate("x"))[2] == "policy-2"
+    assert (await fleet.generate("x"))[2] == "policy-2-name"
 
 
 @in_a_loop
@@ -116,10 +116,10 @@ async def test_no_two_requests_of_an_update_share_pages():
     task = asyncio.ensure_future(fleet.update(published(2), timeout_s=TIMEOUT_S))
     await loading.wait()
     salts = [(await fleet.generate(i))[2] for i in range(3)]
-    assert len({*salts, "policy-1", "policy-2"}) == 5
+    assert len({*salts, "policy-1-name", "policy-2-name"}) == 5
     gate.set()
     await task
-    assert (await fleet.generate("x"))[2] == "policy-2"
+    assert (await fleet.generate("x"))[2] == "policy-2-name"
 
 
 @in_a_loop

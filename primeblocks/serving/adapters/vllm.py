@@ -1,7 +1,8 @@
 """A fleet of vLLM engines with one version of the weights, behind one `generate`.
 
 The module does not import vLLM. An engine is an `AsyncLLM`, or an object that makes the calls of
-`AsyncLLM` over HTTP.
+`AsyncLLM` over HTTP. Engines may outlive a fleet and still have its pages, so the cache salts of
+each `VllmFleet` contain a random name.
 
 A fleet is *unsettled* from the start of an update until an update succeeds. In an unsettled fleet,
 each request has its own cache salt, because pages may come from old or new weights. If an update
@@ -17,6 +18,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from secrets import token_hex
 from typing import Any, Protocol
 
 from ...clock import Clock, MonotonicClock, within
@@ -104,7 +106,7 @@ class VllmFleet:
         self._published: Published | None = None
         self._first: Published | None = None  # first publish of the version, owner of its salt
         self._change, self._is_settled = asyncio.Lock(), False
-        self._unsettled = itertools.count()
+        self._name, self._unsettled = token_hex(4), itertools.count()
 
     @property
     def version(self) -> int | None:
@@ -125,7 +127,7 @@ class VllmFleet:
         """
         if self.version is None:
             raise EngineError("no engine of the fleet has a version yet. Call update() first.")
-        salt = cache_salt(self.version)
+        salt = f"{cache_salt(self.version)}-{self._name}"
         if not self._is_settled:
             salt = f"{salt}-unsettled-{next(self._unsettled)}"
         ask = self._fleet if self._through is None else self._through

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from primeblocks.errors import UnsupportedError
 from primeblocks.plugins.vllm import register
 from primeblocks.testing import tiny_models
 from tests.engine_job import call
@@ -248,3 +249,22 @@ def test_vllm_builds_it_with_our_values(facts, case):
 def test_the_manager_expects_what_a_queued_request_will_load_and_rests_in_empty_steps(facts):
     expected = [True, 2, [0], []]  # Without the request in the queue, once it is scheduled.
     assert facts["expected"] == {"alone": expected, "in multi": expected}
+
+
+@pytest.mark.parametrize(
+    ("of", "said"),
+    [
+        # vLLM 0.33 stores pages of ended requests.
+        ({"scheduler_config": SimpleNamespace(async_scheduling=True)}, "async_scheduling=False"),
+        ({"parallel_config": SimpleNamespace(nnodes_within_dp=2)}, "one node per engine"),
+        (
+            {"parallel_config": SimpleNamespace(nnodes_within_dp=1, use_ray=True, world_size=2)},
+            "one node per engine",
+        ),
+    ],
+)
+def test_engines_that_would_load_other_pages_are_refused(adapter, monkeypatch, of, said):
+    monkeypatch.setattr(adapter.spec.vllm, "__version__", "0.33.0")
+    of = {"scheduler_config": SimpleNamespace(async_scheduling=False)} | of
+    with pytest.raises(UnsupportedError, match=said):
+        adapter.spec.OffloadingConnector(SimpleNamespace(**of), None, None)

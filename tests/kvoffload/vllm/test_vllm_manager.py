@@ -1,7 +1,5 @@
 """Our manager and tier under a scheduler that is a loop: who gets pages through a small pool."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
@@ -349,13 +347,6 @@ def test_routes_and_loads_within_a_step_are_refused(adapter):
     make_spec(adapter, pool_pages=4, extra=within)
     with pytest.raises(UnsupportedError, match="Leave out sync_load_budget_bytes"):
         make_spec(adapter, pool_pages=4, routes=8, extra=within)
-
-
-def test_a_release_that_stores_pages_of_ended_requests_is_not_scheduled_ahead(adapter, monkeypatch):
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
-    monkeypatch.setattr(adapter.spec.vllm, "__version__", "0.33.0")
-    with pytest.raises(UnsupportedError, match="async_scheduling=False"):
-        adapter.spec.OffloadingConnector(config, None, None)
 
 
 # --- how long to wait ------------------------------------------------------------------------

@@ -65,6 +65,13 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
                 "async_scheduling their blocks may belong to another request by then. Pass "
                 "async_scheduling=False."
             )
+        parallel = vllm_config.parallel_config
+        if parallel.nnodes_within_dp > 1 or (parallel.use_ray and parallel.world_size > 1):
+            raise UnsupportedError(
+                "each node has its own part of vLLM's pool in host memory, but the store would "
+                "read and write only that of the scheduler's node. Use one node per engine, with "
+                'distributed_executor_backend="mp".'
+            )
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             overlap = int(bool(vllm_config.scheduler_config.async_scheduling))
