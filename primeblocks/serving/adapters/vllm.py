@@ -153,9 +153,10 @@ class VllmFleet:
     async def join(self, name: str, member: FleetMember, *, timeout_s: float) -> None:
         """Load the current version into an engine, check the engine's version, and open the engine.
 
-        The call opens the engine only if the engine reports the current version. An open engine
-        gets requests and updates. `name` is a new name, or the name of a drained engine. Before
-        this call, connect the engine to the source of weights (weightsync's `attach`).
+        The call opens the engine only if the engine reports the current version. Before the first
+        update, there is no version to load or to check. An open engine gets requests and updates.
+        `name` is a new name, or the name of an engine that this engine replaces. Before this call,
+        connect the engine to the source of weights (weightsync's `attach`).
 
         Raises:
             PrimeblocksError: the engine did not load the version, or reports another version. The

@@ -95,7 +95,7 @@ class ServedSocket:
             self._end(
                 ClosedError(
                     f"the connection of this sender or receiver failed: {type(error).__name__}: "
-                    f"{error}. Create another one."
+                    f"{error}. Create another one, a receiver with a new buffer."
                 )
             )
 
