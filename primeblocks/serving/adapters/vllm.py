@@ -154,7 +154,7 @@ class VllmFleet:
         """Load the current version into an engine, check the engine's version, and open the engine.
 
         The call opens the engine only if the engine reports the current version. Before the first
-        update, there is no version to load or to check. An open engine gets requests and updates.
+        update, the engine is opened without a check. An open engine gets requests and updates.
         `name` is a new name, or the name of an engine that this engine replaces. Before this call,
         connect the engine to the source of weights (weightsync's `attach`).
 
