@@ -1,5 +1,10 @@
 """Lower tiers as the store knows them: their pages, their counts, their circuit breakers.
 
+A save never fails because of a lower tier. A page that is demoted from host memory is written to
+all lower tiers at once, unless one of them has the page. If a tier is full, each further page takes
+the place of one of its pages. A save first drops the older copies of its key in all tiers that are
+not shared, even if the save is then declined.
+
 A circuit breaker decides how many pages a tier gets, from how it handled the pages before.
 
 - CLOSED: every page is written. Saves wait for the tier, at most `patience_s`.

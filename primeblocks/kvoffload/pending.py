@@ -24,7 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import CancelledError, DeadlineError, ShapeError, UnsupportedError, UsageError
+from ..errors import (
+    CancelledError,
+    DeadlineError,
+    ShapeError,
+    UnsupportedError,
+    UsageError,
+    shown,
+)
 from .moves import LoadRequest, SaveRequest
 from .page import PageKey, pack_attachments
 from .tier import HostTier, Loaded, Saved
@@ -90,6 +97,8 @@ class Pending(Generic[T]):
         Raises:
             DeadlineError: the result was not ready within `timeout_s`. The operation is given up.
             CancelledError: the operation was cancelled.
+            ClosedError: the store failed.
+            CapacityError, CorruptionError, OSError: a tier failed in `flush` or `clear`.
         """
         with self._changed:
             if not self._changed.wait_for(self._is_over, min(timeout_s, TIMEOUT_MAX)):
@@ -321,7 +330,12 @@ def _bytes_of(part: Any, *, writable: bool) -> Part:
         if part.dtype is torch.uint8 and part.stride() == (1,):
             return part
         return part.detach().as_strided((part.numel(),), (1,)).view(torch.uint8)
-    raw = memoryview(part)
+    try:
+        raw = memoryview(part)
+    except (TypeError, ValueError) as error:
+        raise ShapeError(
+            f"a page must be a tensor, an array or a buffer of bytes; got {shown(part)}: {error}."
+        ) from error
     if not raw.c_contiguous:
         raise ShapeError(
             f"a page must be contiguous; got strides {raw.strides}. Pass its contiguous pieces as "

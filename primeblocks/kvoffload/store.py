@@ -46,7 +46,8 @@ class TieredStore:
 
     Args:
         tiers: the tiers, fastest first. The first must be a `HostTier`. The store closes all tiers.
-        evict: the eviction policy: `lru`, `VersionAware(...)` or `RolloutAware(...)`.
+        evict: the eviction policy: `lru`, `VersionAware(...)` or `RolloutAware(...)`. Only policies
+            that need `Facts.STATES`, such as `RolloutAware`, use `pause`, `resume` and `queue`.
         write: when to write a page to the tiers below: when the page leaves host memory ("back"),
             or at once ("through").
         copy_threads: how many threads copy between the caller's buffers and host memory.
@@ -55,8 +56,9 @@ class TieredStore:
         clock: a function that returns seconds.
 
     Raises:
-        UnsupportedError: the first tier is not a `HostTier`, or a shared tier is not the last.
-        PlanError: the tiers differ in their page or attachment size.
+        UnsupportedError: the first tier is not a `HostTier` or a later tier is, two tiers have one
+            name, or a shared tier is not the last.
+        PlanError: sizes of the tiers differ, or `copy_threads`, `patience_s` or `write` is wrong.
         UsageError: the host tier belongs to another store, or `evict` is not a policy.
     """
 
@@ -107,7 +109,8 @@ class TieredStore:
         """Save a page. Local.
 
         Do not change `page` before the result is ready. The page replaces a page of the same key,
-        except in a shared tier. If 1,024 pages wait for room, the result's `stored` is False.
+        except in a shared tier. If 1,024 pages wait for room, the result's `stored` is False. Such
+        a declined save also drops the earlier page, except in a shared tier.
 
         Args:
             page: `page_bytes` bytes, as a contiguous tensor, array or buffer, or a list of them.
@@ -116,16 +119,14 @@ class TieredStore:
                 pages of a rollout from first to last.
 
         Raises:
-            ShapeError: the page or its packed attachments have the wrong size.
+            ShapeError: the page is not a buffer, or the page or its attachments have a wrong size.
             UnsupportedError: the page is neither in host memory nor on a CUDA device.
-            UsageError: `key` is not a `PageKey`, or `rollout` is not hashable.
+            UsageError: `key` is not a `PageKey`, `rollout` not hashable, or attachments not bytes.
             ClosedError: the store is closed.
         """
         batch = Batch[Saved](1, itemgetter(0))
-        requests = save_requests(
-            batch, [key], [page], [attachments], host=self._host, rollout=rollout
-        )
-        return self._ask(self._catalogue.save, requests, pending=batch.pending)
+        asked = save_requests(batch, [key], [page], [attachments], host=self._host, rollout=rollout)
+        return self._ask(self._catalogue.save, asked, pending=batch.pending)
 
     def save_batch(
         self,
@@ -153,8 +154,8 @@ class TieredStore:
             ShapeError: `into` has the wrong size or is read-only. Otherwise as `save`.
         """
         batch = Batch[Loaded](1, itemgetter(0))
-        requests = load_requests(batch, [key], [into], host=self._host, rollout=rollout)
-        return self._ask(self._catalogue.load, requests, pending=batch.pending)
+        asked = load_requests(batch, [key], [into], host=self._host, rollout=rollout)
+        return self._ask(self._catalogue.load, asked, pending=batch.pending)
 
     def load_batch(
         self, keys: Sequence[PageKey], *, into: Sequence[Any], rollout: Hashable = None
@@ -198,12 +199,12 @@ class TieredStore:
         self._ask(self._catalogue.note, lambda ledger: ledger.pause(rollout, reason))
 
     def resume(self, rollout: Hashable) -> None:
-        """Report that a rollout runs again. A save or load for the rollout implies this. Local."""
+        """Report that a rollout runs again, as its saves and loads do, unless it queues. Local."""
         users_of(rollout)
         self._ask(self._catalogue.note, lambda ledger: ledger.resume(rollout))
 
     def queue(self, rollouts: Sequence[Hashable]) -> None:
-        """Report the whole queue, next rollout first. Rollouts that leave it are running. Local."""
+        """Report the whole queue, next rollout first. Queued rollouts that it omits run. Local."""
         names = queue_of(rollouts)
         self._ask(self._catalogue.note, lambda ledger: ledger.queue(names))
 
@@ -213,14 +214,18 @@ class TieredStore:
         self._ask(self._catalogue.end, rollout)
 
     def clear(self) -> Pending[None]:
-        """Drop every page. If a tier fails, its pages may return when you reopen it. Local."""
+        """Drop every page, in a shared tier also the pages of other engines.
+
+        If a tier fails, its pages may return when you reopen it. Local, except for a shared tier.
+        """
         return self._after(self._catalogue.clear)
 
     def flush(self) -> Pending[None]:
-        """Write pages that are only in host memory to lower tiers, and make them durable. Local.
+        """Write pages that are only in host memory to lower tiers, and make them durable.
 
-        Pages whose save is still running are left out. An error means that a tier refused a page or
-        did not have room for it. A later `flush` tries the refused page again.
+        Without a lower tier, `flush` does nothing. Pages whose save is still running are left out.
+        An error means that a tier refused a page or did not have room for it. A later `flush` tries
+        the refused page again. Local, except for a shared tier.
         """
         return self._after(self._catalogue.write_down, flush=True)
 
@@ -245,8 +250,7 @@ class TieredStore:
             self._closed = True
             if not self._changed.wait_for(lambda: self._error or self._catalogue.idle(), timeout_s):
                 raise late
-        threads = [*self._copiers.stop(), *(worker.stop() for worker in self._workers)]
-        for thread in threads:
+        for thread in [*self._copiers.stop(), *(worker.stop() for worker in self._workers)]:
             thread.join(max(0.0, end - monotonic()))
             if thread.is_alive():
                 raise late
@@ -294,9 +298,7 @@ class TieredStore:
             batch.pending.fail(error)
         batch.finish([(depth, None)])
 
-    def _ask(
-        self, what: Callable[..., object], *of: Any, pending: Pending[Any] | None = None
-    ) -> Any:
+    def _ask(self, do: Callable[..., object], *of: Any, pending: Pending[Any] | None = None) -> Any:
         if os.getpid() != self._pid:
             raise ClosedError("the page store belongs to the parent process. Make a new one.")
         with self._changed:
@@ -304,7 +306,7 @@ class TieredStore:
                 raise ClosedError("the page store is closed. Make a new page store.")
             if pending is not None:
                 self._pending.add(pending)
-            self._change(what, *of)
+            self._change(do, *of)
             if self._error is not None:
                 raise self._error
         return pending
@@ -393,7 +395,6 @@ def load_prefix(
         DeadlineError: the pages were not ready within `timeout_s`. The store stops using `into`.
     """
     end = monotonic() + timeout_s
-    held = store.holds(keys).wait(timeout_s=timeout_s)
-    lead = sum(takewhile(bool, held))
+    lead = sum(takewhile(bool, store.holds(keys).wait(timeout_s=timeout_s)))
     pending = store.load_batch(keys[:lead], into=into[:lead], rollout=rollout)
     return list(takewhile(bool, pending.wait(timeout_s=max(0.0, end - monotonic()))))

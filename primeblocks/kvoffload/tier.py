@@ -47,9 +47,9 @@ class Found(NamedTuple):
 class Tier(Protocol):
     """A place for pages below host memory, such as a disk or a store on the network.
 
-    One thread calls all methods except `holds`, which any thread may call. If `put` or `get` fails
-    for one page, the page's entry in the result is the error. The call still serves the other pages
-    of the batch.
+    The store's constructor calls `keys` in its own thread. One other thread then calls all methods
+    except `holds`, which any thread may call. If `put` or `get` fails for one page, the page's
+    entry in the result is the error. The call still serves the other pages of the batch.
     """
 
     @property
@@ -72,9 +72,9 @@ class Tier(Protocol):
         ...
 
     def put(self, records: Sequence[Record]) -> list[PrimeblocksError | OSError | None]:
-        """Write pages, and replace earlier pages with equal keys.
+        """Write pages, and replace earlier pages with equal keys. Return None or an error per page.
 
-        Return None or an error per page.
+        A shared tier may keep the earlier page.
         """
         ...
 

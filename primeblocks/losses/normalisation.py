@@ -65,7 +65,10 @@ def divide(
 
 
 def global_count(
-    count: int, *, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+    count: SupportsIndex,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
 ) -> int:
     """Return the sum of a count over the ranks of a group.
 
@@ -81,7 +84,7 @@ def global_count(
 
     def look() -> int:
         check_counts(least=0, count=count)
-        return count
+        return operator.index(count)
 
     return _added(look, "global_count", group=group, device=device)
 

@@ -58,8 +58,16 @@ class CostTable:
         """Return the seconds of a micro-batch, interpolated between measured sizes.
 
         The result is at least the seconds of the smallest measured size.
+
+        Raises:
+            PlanError: `sample_s` has no entry for the degree.
         """
         table = sorted((b, b * s) for (b, m), s in self.sample_s.items() if m == degree)
+        if not table:
+            raise PlanError(
+                f"degree {degree!r} was not measured. Pass one of the degrees of sample_s: "
+                f"{sorted({m for _, m in self.sample_s})}."
+            )
         sizes, seconds = zip(*table, strict=True)
         return float(np.interp(micro_batch, sizes, seconds))
 

@@ -63,11 +63,12 @@ class KeptTokens:
         `output.sampling_mask.token_ids`.
 
         Raises:
-            UsageError: as for `from_arrays`.
+            ShapeError, UsageError: as for `from_arrays`.
         """
-        rows = [np.asarray(row, dtype=np.int64) for row in sets]
+        rows = [np.asarray(row) for row in sets]
         offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-        ids = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
+        full = [row for row in rows if len(row)]  # An empty list would become an array of floats.
+        ids = np.concatenate(full) if full else np.zeros(0, dtype=np.int64)
         return cls.from_arrays(ids, offsets, vocab_size=vocab_size)
 
     @classmethod
@@ -265,6 +266,7 @@ def kept_tokens(
         top_p: 1 keeps all.
 
     Raises:
+        ShapeError: `logits` are not floating-point numbers `[tokens, vocab]`.
         UsageError: a setting is out of range.
     """
     tokens, vocab = _check(logits, temperature)

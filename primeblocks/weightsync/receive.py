@@ -17,8 +17,12 @@ if there is a version to go back to. Each tensor is then checked before `load` g
 is copied in place.
 
 All state is in memory. If the process dies, the next one starts EMPTY and fetches a full version.
-The lease of the dead process ends at once, or after `lease_s`. Other readers continue. But readers
-of a group load a version only if each reader, after its check, voted for the version in `settle`.
+`SharedMemoryTransport` and `IpcTransport` hold a lock, which ends with the process. `PullTransport`
+holds its lease (`lease_s`) only while it fetches. Other readers continue. Only the readers of a
+`GroupTransport` vote, in `settle`. If a reader dies before its vote, the publisher and the other
+readers raise TransferError by their deadlines, and keep their version. If it dies after its vote,
+the others load. In both cases, the next publish needs new transports on all ranks. Until then, the
+restarted reader gets nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +37,15 @@ from typing import Literal, NoReturn, Self
 
 from torch import Tensor
 
-from ..errors import ClosedError, CorruptionError, EngineError, TransferError, check_version
+from ..errors import (
+    ClosedError,
+    CorruptionError,
+    EngineError,
+    TransferError,
+    UsageError,
+    check_counts,
+    check_version,
+)
 from .convert.conversion import Wiring, check_wiring
 from .fetched import Feed, Fetched, ReaderState, bring, check, check_plan, feeding, write
 from .held import CachingAllocator, Lent
@@ -85,6 +97,7 @@ class Subscriber:
 
     Raises:
         PlanError: the plan has no such reader, or `convert` does not fit the reader's boxes.
+        UsageError: `threads` is not a count, or `check` is unknown.
     """
 
     def __init__(
@@ -99,6 +112,9 @@ class Subscriber:
         check: Literal["before", "ahead"] = "before",
         observe: Callable[[], NamedTensors] | None = None,
     ) -> None:
+        if check not in ("before", "ahead"):
+            raise UsageError(f'check must be "before" or "ahead"; got {check!r}.')
+        check_counts(threads=threads)
         check_wiring(plan, reader, convert)
         self.plan, self.reader = plan, reader
         self._load, self._transport = load, transport
@@ -129,7 +145,7 @@ class Subscriber:
     def verify(
         self, version: int | None = None, *, timeout_s: float, progress: Progress | None = None
     ) -> Receipt:
-        """Wait for a version and check every byte, but do not load it. Local.
+        """Wait for a version and check every byte, but do not load it.
 
         The next `receive` then only loads the version. Arguments, cost and errors are as for
         `receive`. If the bytes are in the trainer's memory, the trainer may reuse this memory after
@@ -145,7 +161,9 @@ class Subscriber:
     def receive(
         self, version: int | None = None, *, timeout_s: float, progress: Progress | None = None
     ) -> Receipt:
-        """Wait for a version, check it and load it. Local.
+        """Wait for a version, check it and load it.
+
+        Local, except over a `GroupTransport`, where all readers must call `receive` or `verify`.
 
         Cost: one XXH3-128 of the bytes that this reader wants, and the cost of `load`. If the bytes
         are in a file or in the trainer's memory, the cost includes one copy and one more XXH3-128.
@@ -153,9 +171,9 @@ class Subscriber:
         in memory. A delta also costs one copy of the kept bytes, and the memory of this copy is
         kept for the next delta.
 
-        A load starts only before the deadline. A started load runs to completion, and so does a
-        load of the previous version. At the deadline, each thread finishes the bucket that it is
-        checking.
+        A load starts only before the deadline, unless `verify` has checked the version before. A
+        started load runs to completion, and so does a load of the previous version. At the
+        deadline, each thread finishes the bucket that it is checking.
 
         Args:
             version: the version to load. `version` may be older than the loaded version. The loaded
@@ -168,7 +186,8 @@ class Subscriber:
         Raises:
             DeadlineError: the version was not committed or not checked in time.
             CorruptionError: bytes or commit marker are damaged. The engine is unchanged.
-            PlanError: publisher and reader have different plans. The engine is unchanged.
+            PlanError: publisher and reader have different plans, or the group publishes another
+                version. The engine is unchanged.
             TransferError: the version was retired, or another reader of the group does not have the
                 version. Also raised if `load` failed and the previous version was loaded again.
             EngineError: `load` failed and the previous version could not be loaded again. Only a

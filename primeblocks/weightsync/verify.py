@@ -121,7 +121,8 @@ def verify_engine(
     Args:
         parameters: this rank's parameters, unchanged since the last update of the engine. If you
             pass the `held` of a `Receipt` instead, the call checks whether the engine still has the
-            loaded tensors.
+            loaded tensors. The call is then local, so make it only where the engine is. It ignores
+            all other arguments except `engine` and `progress`.
         engine: on rank 0, a module, tensors by name, or an `Observed`. For several engine
             processes, a list with one entry for each process. `engine` may also be a function that
             returns one of these values. On ranks other than 0, pass None.
@@ -160,7 +161,7 @@ def verify_engine(
                 "an Observed was made. For modules and tensors by name, you may pass into= "
                 "instead. Digests of a Receipt need one module, or the tensors of one process."
             )
-        if plan is None and not (convert is source is encode is None):
+        if not is_digested and not (convert is source is encode is None):
             raise UsageError("convert=, source= and encode= need the Publisher's plan=, or into=.")
         return _by_name(mine, held[0], counted)
     wrong: _Wrong = {kind: {} for kind in _KINDS}

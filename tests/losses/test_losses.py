@@ -284,6 +284,7 @@ def test_a_count_may_be_of_numpy_or_torch(count):
     assert torch.equal(normalisation.divide(loss, by=count), loss.sum / 4)
     nothing = losses.grpo_loss(X, X, X, mask=~KEPT)
     assert normalisation.divide(nothing, by=count - 4) == 0
+    assert type(normalisation.global_count(count)) is int
 
 
 def _on_a_rank():

@@ -191,6 +191,12 @@ def test_costs_are_positive_and_finite(seconds):
             planning.CostTable({(1, 1): 1.0}, weight_bytes=0, sample_bytes=seconds)
 
 
+def test_a_degree_that_was_not_measured_is_refused():
+    table = planning.CostTable({(1, 2): 1.0, (4, 8): 1.0}, weight_bytes=0)
+    with pytest.raises(PlanError, match=r"degree 4 was not measured.*\[2, 8\]"):
+        table.batch_s(1, 4)
+
+
 def test_the_table_has_both_sides_and_every_way_to_run():
     text = planning.plan_split(*tables(), gpus=64, batch_size=64, memory_bytes=GB).table()
     for words in ("trainer", "engine", "asynchronous", "all GPUs in turn", "bound", "gain"):

@@ -96,6 +96,12 @@ def test_ids_from_outside_are_checked(sets, message):
         KeptTokens.from_lists(sets, vocab_size=5)
 
 
+@pytest.mark.parametrize("sets", [[[1.7]], [[1], [], [2.0]], [["1"]], [[[1, 2]]]])
+def test_ids_that_are_not_whole_numbers_are_refused(sets):
+    with pytest.raises(ShapeError, match="ids must be one-dimensional integers"):
+        KeptTokens.from_lists(sets, vocab_size=5)
+
+
 def test_arrays_that_do_not_fit_are_refused():
     with pytest.raises(UsageError, match="rise from 0 to 2"):
         KeptTokens.from_arrays(np.arange(2), np.array([0, 2, 1, 2]), vocab_size=5)

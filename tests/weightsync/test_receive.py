@@ -13,6 +13,7 @@ from primeblocks.errors import (
     DeadlineError,
     EngineError,
     TransferError,
+    UsageError,
 )
 from primeblocks.testing.faults import ManualClock, truncate
 from primeblocks.weightsync import Publisher, Subscriber, fetched, held, receive
@@ -28,6 +29,13 @@ def test_the_newest_version_is_loaded_once(setup):
     assert setup.receive(1).digest == sent.digest
     assert setup.engine.loads == 1
     assert list(setup.engine.serves) == ["a", "b"]
+
+
+@pytest.mark.parametrize("wrong", [{"check": "after"}, {"threads": 0}, {"threads": 1.5}])
+def test_a_wrong_way_to_check_is_refused(setup, wrong):
+    (name,) = wrong
+    with pytest.raises(UsageError, match=f"{name} must be"):
+        Subscriber(setup.plan, setup.engine.load, setup.transport, **wrong)
 
 
 def test_waiting_ends_when_a_version_is_committed(setup):

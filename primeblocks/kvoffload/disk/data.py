@@ -20,6 +20,7 @@ from ...errors import (
     CorruptionError,
     PlanError,
     PrimeblocksError,
+    ShapeError,
     UnsupportedError,
 )
 from ..page import ALIGNMENT
@@ -227,6 +228,8 @@ class DataFile:
         self, call: _Call, frame: int, buffers: Sequence[np.ndarray]
     ) -> tuple[int, Answer]:
         """Return the number of frames moved, and the error that stopped the move."""
+        if any(buffer.nbytes < self._stride for buffer in buffers):
+            return 0, ShapeError(f"a buffer needs {self._stride} bytes.")
         views = [buffer.data[: self._stride] for buffer in buffers]
         offset, done = frame * self._stride, 0
         while done < len(buffers) * self._stride:

@@ -38,11 +38,12 @@ class DiskTier:
     digest of key and bytes. Threads may share a tier: calls take turns, except `holds` and `len`.
     After `close` or in a forked child, calls raise ClosedError, except `holds`, `len` and `close`.
 
-    If another program removes or replaces a file, or truncates the index, the next `put`, `drop` or
-    `flush` reports CorruptionError. If `pages` or `lock` is removed or replaced, the tier refuses
-    new pages until you open the folder again. If `pages` is truncated, the pages after the new end
-    are lost, and the next `flush` raises CorruptionError. On a full disk, the tier continues with
-    its existing frames. If the index then needs room, the tier drops the pages in its last frames.
+    If another program removes or replaces a file, or truncates the index, the next `put`, `flush`,
+    or `drop` of a stored page reports CorruptionError. If `pages` or `lock` is removed or replaced,
+    the tier refuses new pages until you open the folder again. If `pages` is truncated, the pages
+    after the new end are lost, and the next `flush` raises CorruptionError. On a full disk, the
+    tier continues with its existing frames. If the index then needs room, the tier drops the pages
+    in its last frames.
 
     Args:
         path: the folder, which is made if absent. Only one tier at a time can own the folder.
@@ -127,10 +128,8 @@ class DiskTier:
         """Read pages, and return their lengths and digests, which the caller must compare. Local.
 
         The result has None for a missing page, an OSError if it cannot be read, and a ShapeError
-        for a short buffer. CorruptionError: the file ends early, or the index is damaged.
+        for its short buffer. CorruptionError: the file ends early, or the index is damaged.
         """
-        if any(each.nbytes < self.frame_bytes for each in into):
-            return [ShapeError(f"a buffer needs {self.frame_bytes} bytes.")] * len(keys)
         with self._in_turn():
             try:
                 places = self._index.places(keys)

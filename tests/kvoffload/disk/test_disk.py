@@ -88,6 +88,18 @@ def test_what_does_not_fit_is_refused_and_the_rest_kept(tmp_path):
         assert_serves(tier)
 
 
+def test_a_short_buffer_fails_alone(tmp_path):
+    with closing(open_tier(tmp_path)) as tier:
+        assert tier.put([record(number) for number in range(3)]) == [None] * 3
+        keys, into = [key_of(number) for number in (0, 1, 2, 5)], [aligned() for _ in range(4)]
+        into[1], into[3] = into[1][:-1], into[3][:-1]
+        first, short, last, missing = tier.get(keys, into=into)
+        assert isinstance(short, ShapeError)
+        assert missing is None
+        for number, found, frame in ((0, first, into[0]), (2, last, into[2])):
+            assert frame[: found.length].tobytes() == content_of(number).tobytes()
+
+
 @pytest.mark.parametrize("pages", [1, 2, 9])
 def test_another_quota_keeps_what_lies_within_it(tmp_path, pages):
     with closing(open_tier(tmp_path)) as tier:

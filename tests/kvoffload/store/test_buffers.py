@@ -79,6 +79,9 @@ def test_scatter_after_gather_is_the_identity(parts):
         (bytes(16), "read-only"),
         ([torch.zeros(2), np.zeros(1, np.float32)], "16 bytes; got 12"),
         ([], "16 bytes; got 0"),
+        ("sixteen letters.", "buffer of bytes; got 'sixteen letters.'"),
+        ([bytearray(8), 8], "buffer of bytes; got 8"),
+        (np.frombuffer(bytes(16), "M8[s]"), "buffer of bytes; got array"),
     ],
 )
 def test_pages_that_do_not_fit_are_refused(page, message):

@@ -65,7 +65,9 @@ def engine_args(
         persist: a name for the pages on disk, under which the next engine finds these pages. Change
             `persist` if the engine starts with other weights, or after any other change that makes
             the stored pages wrong. Only engines with equal model, layout, parallel sizes and vLLM
-            version find the pages. With None, the folder starts empty and is emptied at the end.
+            version find the pages. After `update_llm`, or a pause that empties the connector, the
+            next engine does not find the pages of this engine. With None, the folder starts empty
+            and is emptied at the end.
 
     Raises:
         PlanError: a size is out of range, or only one of `disk_path` and `disk_bytes` is given.
