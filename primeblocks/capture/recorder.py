@@ -149,8 +149,8 @@ class CaptureSession:
             UsageError: the request does not fit the engine, the chat template or the bounds.
             CapacityError: the session has `bounds.turns` turns, including running requests. Also
                 raised if `bounds.in_flight` requests are running in all sessions together.
-            DeadlineError, EngineError: as for `Generate`. Any other exception of `generate` becomes
-                an EngineError.
+            DeadlineError, EngineError, PrimeblocksError: as for `Generate`. Every other exception
+                of `generate` becomes an EngineError.
             ClosedError: the session has ended.
             CancelledError: the agent closed its connection (see `gone`). Recorded turns stay.
         """

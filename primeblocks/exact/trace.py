@@ -46,7 +46,7 @@ class Difference:
 
 
 class Trace:
-    """Records the inputs and outputs of every module of a model, until `stop`. Local.
+    """Records the floating-point inputs and outputs of every module, until `stop`. Local.
 
     All recorded tensors are copied to host memory. A trace is also a context manager, which calls
     `stop` at the end.

@@ -41,7 +41,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """The tensors that differ between a trainer and an engine, and the number of compared tensors.
+    """The findings, and the number of the trainer's tensors, with those that the engine lacks.
 
     `bool(audit)` raises UsageError, because true could mean either findings or a passed audit.
     """

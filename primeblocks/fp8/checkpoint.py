@@ -266,7 +266,8 @@ def encode_weights(
         form: see above.
 
     Raises:
-        UsageError: `only` or `exclude` is not a regular expression.
+        UsageError: `only` or `exclude` is not a regular expression, or `layouts` are not layouts by
+            name.
         UsageError: `only` or `exclude` does not match any weight of `layouts`, or matches only a
             fragment between the dots of a name. Without `layouts`, the returned function checks
             only for fragments. Its `describe`, which `weightsync.Publisher` calls, checks both.

@@ -225,7 +225,11 @@ def swiglu(gate_up: Tensor, scores: Tensor | None = None) -> Tensor:
 
 
 def measure_error(x: Tensor, quantized: Quantized) -> float:
-    """Return the relative error in the Frobenius norm, in float64, or 0 if `x` is zero. Local."""
+    """Return the relative error in the Frobenius norm, in float64, or 0 if `x` is zero. Local.
+
+    Raises:
+        ShapeError: `x` is not a tensor, or `quantized` is not a `Quantized` of the shape of `x`.
+    """
     check_tensors(x=x)
     if not isinstance(quantized, Quantized) or x.shape != quantized.shape:
         shape = getattr(quantized, "shape", None)

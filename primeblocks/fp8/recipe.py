@@ -238,6 +238,9 @@ class Recipe:
         Args:
             layers: the names that `convert` returned. Pass `layers` if trainer and engine must
                 convert the same layers.
+
+        Raises:
+            UsageError: `layers` are not names.
         """
         names = None if isinstance(layers, str) or not isinstance(layers, Iterable) else set(layers)
         if names is None or not all(isinstance(name, str) for name in names):

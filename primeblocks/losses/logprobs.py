@@ -108,7 +108,8 @@ def chunked_loss(
     GradScaler scales only the result. Logits are computed once, and only the logits of one chunk
     are stored. The function needs three matrix products, one fewer than `token_scores`. Gradients
     flow only to `hidden` and `weight`. Between forward and backward, the gradient of `weight` is
-    stored in full precision. Everything else works as in `token_scores`.
+    stored in full precision. With a `group`, the forward is collective in each chunk, so all ranks
+    need equal `chunk_tokens`. The backward is local. Everything else works as in `token_scores`.
 
     Args:
         loss: a function that gets the scores of a chunk and the slice of the chunk's tokens, and

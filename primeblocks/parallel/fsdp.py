@@ -169,6 +169,7 @@ def clip_grad_norm_(
             does an error inside a backward. The call drops gradients that are not reduced.
             Also raised if `parameters` were listed after a forward without a backward, and FSDP2
             has freed some of them.
+        ShapeError: a parameter is not a tensor.
         RankError: another rank refused its arguments.
     """
     check_meshes(meshes)

@@ -34,6 +34,9 @@ class DsaSizes:
         index_bytes: bytes per number in a key of the indexer.
         index_speed: the indexer's FLOPs per second, divided by the FLOPs per second of attention.
             Kernels in float8 need a larger value than the default.
+
+    Raises:
+        PlanError: a number of heads, layers or tokens, or `index_speed`, is out of range.
     """
 
     heads: int

@@ -25,6 +25,9 @@ def decode_latency(*, step_s: float, request_s: float = 0.0) -> Callable[[int], 
 
     `step_s` is the time in seconds to read the weights. `request_s` is the time per request to read
     the cache and to compute. Pure.
+
+    Raises:
+        UsageError: `step_s` is not above 0, or `request_s` is negative.
     """
     if step_s <= 0 or request_s < 0:
         raise UsageError(

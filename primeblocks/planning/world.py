@@ -69,7 +69,11 @@ class Distribution:
 
 
 def constant(value: float) -> Distribution:
-    """Return a distribution with a single value. Pure."""
+    """Return a distribution with a single value. Pure.
+
+    Raises:
+        UsageError: the value is not positive and finite.
+    """
     _positive(value=value)
     return Distribution(f"constant {value:.4g}", lambda u: np.full(np.shape(u), float(value)))
 
@@ -81,6 +85,9 @@ def lognormal(*, mean: float, sigma: float, maximum: float | None = None) -> Dis
         mean: the mean before the cut. After the cut, the mean is smaller.
         sigma: standard deviation of the logarithm, usually 0.9 to 1.2 for lengths of answers.
         maximum: values above `maximum` become `maximum`.
+
+    Raises:
+        UsageError: `mean` or `maximum` is not positive and finite, or `sigma` is negative.
     """
     _positive(mean=mean, maximum=maximum)
     if sigma < 0:
@@ -97,7 +104,11 @@ def lognormal(*, mean: float, sigma: float, maximum: float | None = None) -> Dis
 
 
 def empirical(values: Sequence[float]) -> Distribution:
-    """Return a distribution in which all measured values are equally likely. Pure."""
+    """Return a distribution in which all measured values are equally likely. Pure.
+
+    Raises:
+        UsageError: `values` is empty, or a value is not positive and finite.
+    """
     ordered = np.sort(np.asarray(values, np.float64))
     if ordered.ndim != 1 or not ordered.size or not ordered[0] > 0 or not np.isfinite(ordered[-1]):
         raise UsageError(

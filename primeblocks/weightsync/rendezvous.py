@@ -52,9 +52,12 @@ def announce(
             torch.distributed is not initialized.
 
     Raises:
-        CapacityError: the compressed plan is too large for the store of the transport.
+        CapacityError: the compressed plan is too large for the store of the transport. Only rank 0
+            raises this error, and TransferError, and UsageError for a name with a living owner. The
+            other ranks return, and their first `publish` raises TransferError.
         PlanError, UsageError: the errors of `describe` and `plan_sync`.
         RankError: `describe` or `encode` failed on another rank, and raised its error there.
+        TransferError: the transport has no owner, or its store does not answer.
         UnsupportedError: the transport cannot store a plan.
         UsageError: a living process owns the name, or ranks passed different names.
     """
@@ -92,6 +95,7 @@ def find(where: str | Transport, *, timeout_s: float) -> tuple[Plan, Transport]:
         DeadlineError: a trainer did not announce a plan in time.
         PlanError: the announced text is not a plan.
         CorruptionError: the note with the announced plan is damaged.
+        TransferError: the store of the transport does not answer.
         UnsupportedError: the transport cannot store a plan.
         UsageError: the announced directory belongs to another user, or other users may write to it.
     """

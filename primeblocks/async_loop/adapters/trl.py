@@ -78,7 +78,7 @@ class EventThread:
             DeadlineError: the coroutine took longer than `timeout_s`. `call` cancels the coroutine,
                 but does not wait for its end.
             ClosedError: the thread was closed.
-            CancelledError: the coroutine was cancelled.
+            concurrent.futures.CancelledError: the coroutine was cancelled.
         """
         future = self.spawn(work)
         try:

@@ -51,8 +51,8 @@ def ring_attention(
         causal: with `causal=True`, a token sees only itself and earlier tokens. With
             `causal=False`, a token sees its whole document.
         scale: the factor by which scores are multiplied. Default: `head_dim ** -0.5`.
-        window: a token sees only itself and the previous `window - 1` tokens. `window=None` means
-            no window.
+        window: a token sees only itself and the previous `window - 1` tokens. A window needs
+            `causal=True`. `window=None` means no window.
         softcap: scores become `softcap * tanh(score / softcap)`. With `softcap=None`, scores stay
             unchanged.
         sinks: `[heads]`, for each head the score of an additional key with a value of zero.
@@ -68,9 +68,10 @@ def ring_attention(
 
     Raises:
         ShapeError: shapes, dtypes or heads do not fit together, or do not fit the plan.
-        PlanError: `group` does not fit the plan, or ranks have different plans.
+        PlanError: `group` does not fit the plan, or ranks have different plans. Also raised if
+            `scale`, `softcap`, `window` or `kernel` is not valid.
         UnsupportedError: the kernel does not support the plan, an argument, the dtype or the
-            device.
+            device. Also raised for `causal=False` if the plan has `parents`.
         RankError: another rank refused its arguments.
 
     Source: arXiv:2310.01889.

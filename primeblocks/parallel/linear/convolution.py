@@ -69,6 +69,7 @@ def causal_conv1d(
         ShapeError: `weight` or `bias` does not fit `x`, or `x` is not this rank's part.
         PlanError: `group` does not fit the plan, or ranks differ in plans, in sizes, or in whether
             gradients are needed.
+        UnsupportedError: the plan has `parents`.
         RankError: another rank refused its arguments.
     """
     with agreed("causal_conv1d", x, weight, group=group, check=check) as call:

@@ -80,7 +80,7 @@ def gated_delta_rule(
 
     Raises:
         ShapeError: the operands do not fit together, or do not fit this rank's part of the plan.
-        PlanError, RankError: the errors of `causal_conv1d`.
+        PlanError, UnsupportedError, RankError: the errors of `causal_conv1d`.
 
     Source: arXiv:2412.06464 (gated delta networks).
     """
@@ -146,7 +146,7 @@ def state_space(
 
     Raises:
         ShapeError: the operands do not fit together, or do not fit this rank's part of the plan.
-        PlanError, RankError: the errors of `causal_conv1d`.
+        PlanError, UnsupportedError, RankError: the errors of `causal_conv1d`.
 
     Source: arXiv:2405.21060 (state space duality).
     """

@@ -1,4 +1,4 @@
-"""A vLLM engine in which every call has a deadline and every failure has a type.
+"""A vLLM engine in which every call has a deadline, and a failed request has a typed error.
 
 An engine runs from `start` until `close`, or until one of its processes dies. `close` or the death,
 whichever is first, sets `_gone` to an error. All running and later calls raise this error. `_gone`
@@ -248,6 +248,7 @@ class VllmEngine:
         Raises:
             DeadlineError, EngineError, UsageError, ClosedError, PrimeblocksError: as for
                 `generate`.
+            Exception: vLLM's own error for a utility call that failed, such as `collective_rpc`.
         """
         if self._gone.done():
             # A coroutine that is never awaited would warn.

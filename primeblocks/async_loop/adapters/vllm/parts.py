@@ -45,8 +45,8 @@ async def generate_in_parts(
     Raises:
         UsageError: as for `VllmEngine.generate`. UsageError is also raised if `part_tokens` or
             `max_tokens` is not positive, or the trajectory in `draft` begins with another prompt.
-        DeadlineError, EngineError, ClosedError: as for `VllmEngine.generate`. Saved parts are not
-            lost.
+        DeadlineError, EngineError, ClosedError, PrimeblocksError: as for `VllmEngine.generate`, the
+            last for an aborted request. Saved parts are not lost.
     """
     check_counts(part_tokens=part_tokens, max_tokens=max_tokens)
     # vLLM ends a completion at this length, and refuses a prompt that has it.

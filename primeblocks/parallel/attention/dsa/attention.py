@@ -47,8 +47,8 @@ def dsa_attention(
     Each rank keeps its queries. One all-gather fetches the rows of kv and the indexer's keys of all
     tokens. The indexer computes the scores of this rank's queries in chunks, so the matrix of all
     scores is never stored. The kernel reads only the selected rows. The function supports every
-    order of tokens and every mix of documents. Ranks may have different numbers of tokens, also
-    zero.
+    order of tokens and every mix of documents without `parents`. Ranks may have different numbers
+    of tokens, also zero.
 
     The output is differentiable in q, kv and sinks. The indexer gets no gradient.
 
@@ -84,6 +84,7 @@ def dsa_attention(
     Raises:
         ShapeError: shapes, dtypes or heads do not fit together, or do not fit the plan.
         PlanError: `group` does not fit the plan, or ranks have different plans.
+        UnsupportedError: the plan has `parents`.
         RankError: another rank refused its arguments.
 
     Source: arXiv:2512.02556 (DeepSeek-V3.2); docs/dsa.md.
