@@ -201,6 +201,31 @@ def test_bounds_are_kept():
     assert engine.calls == len(session.conversation.turns) == 1
 
 
+def test_requests_under_way_are_counted_over_all_sessions():
+    async def run():
+        asked, go_on = asyncio.Event(), asyncio.Event()
+        engine = Engine(lambda prompt: "late")
+
+        async def slow(prompt, **options):
+            asked.set()
+            await go_on.wait()
+            return await engine(prompt, **options)
+
+        ask = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+        bounds = CaptureBounds(in_flight=1)
+        async with recording(slow, bounds=bounds) as (server, _, client):
+            first = asyncio.create_task(client.chat.completions.create(**ask))
+            await asked.wait()
+            async with server.recorder.session() as other, agent_of(other) as second:
+                with pytest.raises(openai.RateLimitError, match="1 requests are under way"):
+                    await second.chat.completions.create(**ask)
+                go_on.set()
+                await first
+                await second.chat.completions.create(**ask)
+
+    asyncio.run(run())
+
+
 def test_a_head_without_end_is_refused_before_any_key():
     async def run():
         async with recording(Engine(lambda prompt: "x")) as (server, *_):

@@ -190,3 +190,12 @@ def test_a_tokenizer_that_begins_texts_with_a_space_reads_what_the_agent_wrote(s
     requests = [lambda _: {"prompt": "ab"}, lambda answer: {"prompt": f"ab{answer.content}ef"}]
     prompts, _ = asyncio.run(_asked(renderer, answers, requests))
     assert own.decode(prompts[1]) == "abcdef"
+
+
+@pytest.mark.parametrize(
+    ("text", "given"), [('{"a": [1]}', {"a": [1]}), ("[1]", "[1]"), ("{", "{"), ("", "")]
+)
+def test_arguments_reach_a_template_as_an_object_if_they_are_one(text, given):
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": text}}
+    (message,) = read_messages([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": given}
