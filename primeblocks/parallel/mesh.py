@@ -98,6 +98,8 @@ class MeshPlan:
     def build(self, device: str) -> Meshes:
         """Make the process groups. Collective over all ranks. Call this method once.
 
+        The new groups have the timeout that you passed to `init_process_group`.
+
         Args:
             device: "cpu" or "cuda", without a number.
 
@@ -121,9 +123,14 @@ class MeshPlan:
                     f"world_size={dist.get_world_size()}."
                 )
             call.facts |= {**asdict(self), "device": device}
+        options = everyone._get_backend(everyone._device_types[0]).options
 
         def mesh(**axes: int) -> DeviceMesh:
-            return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            made = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+            # DeviceMesh gives new groups the default timeout of the backend.
+            for group in made.get_all_groups() if options else ():
+                group.set_timeout(options._timeout)
+            return made
 
         return self.over(mesh)
 

@@ -1,3 +1,5 @@
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from primeblocks.errors import PlanError
 from primeblocks.parallel import plan_mesh
 from primeblocks.parallel.mesh import on_device
 from primeblocks.testing import ranks
+from tests.deadlines import HANG_S
 from tests.parallel.bodies import meshes_of
 
 
@@ -81,6 +84,18 @@ def test_ranks_of_one_and_of_two_copies():
     assert last["expert"] == last["context"] == [2, 3]
     assert first["expert_fsdp"] == third["expert_fsdp"] == [[0], [2]]
     assert second["batch"] == last["batch"] == [1, 3]
+
+
+def _timeouts():
+    meshes = meshes_of(replicate=2, expert=2, context=2)
+    names = ("fsdp", "expert_fsdp", "expert", "context", "batch", "loss")
+    groups = [group for name in names for group in getattr(meshes, name).get_all_groups()]
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+
+
+def test_every_group_has_the_timeout_of_the_world():
+    found = ranks.run(_timeouts, world_size=4, timeout_s=HANG_S)
+    assert found == [{timedelta(seconds=HANG_S)}] * 4
 
 
 def _build_for_four():
