@@ -3,6 +3,7 @@
 import resource
 import warnings
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from primeblocks.errors import PlanError, RankError, UnsupportedError
 from primeblocks.parallel.experts import add_expert_lora
 from primeblocks.testing import ranks, tiny_models
+from tests.deadlines import HANG_S
 from tests.parallel.bodies import meshes_of
 from tests.parallel.test_transformers_start import _model as sized_model
 
@@ -280,6 +282,54 @@ def _unheard(path):
 
 def test_an_error_of_progress_is_raised_after_the_last_tensor(tmp_path):
     ranks.run(_unheard, tmp_path)
+
+
+def _traffic(path):
+    """Groups, devices and timeouts of what goes between ranks."""
+    from primeblocks.parallel.adapters.transformers import load_pretrained, save_pretrained
+
+    model, _ = _start("qwen3_moe", {"expert": 2})
+    groups, parts, world = [], [], dist.group.WORLD
+    new_group, send, recv = dist.new_group, dist.send, dist.recv
+    dist.new_group = lambda **named: groups.append(new_group(**named)) or groups[-1]
+
+    def recorded(way):
+        return lambda x, *at, group: parts.append((group, x.device.type)) or way(x, *at, group)
+
+    dist.send, dist.recv = recorded(send), recorded(recv)
+    for use in (save_pretrained, load_pretrained):
+        before = world._get_sequence_number_for_group()
+        use(model, path)
+        assert world._get_sequence_number_for_group() == before + 1  # That all make the call.
+    assert len(groups) == 2
+    assert {*parts} == {(groups[0], "cpu")}
+    return [each._get_backend(torch.device("cpu")).options._timeout for each in groups]
+
+
+def test_ranks_wait_for_a_checkpoint_longer_than_for_each_other(tmp_path):
+    assert ranks.run(_traffic, tmp_path) == [[timedelta(days=1)] * 2] * 2
+
+
+def _killed(path):
+    """Rank 2 dies after its third tensor, while rank 1 waits for rank 0."""
+    from primeblocks.parallel.adapters.transformers import save_pretrained
+
+    model, _ = _start("qwen3_moe", {"expert": 3})
+    told = []
+
+    def progress(*at):
+        told.append(at)
+        if len(told) == 3:
+            ranks.kill(2)
+
+    with pytest.raises(RuntimeError):  # RankError, or gloo's own.
+        save_pretrained(model, path, progress=progress)
+    return "saw it"
+
+
+def test_a_rank_that_dies_ends_the_wait(tmp_path):
+    found = ranks.run(_killed, tmp_path, world_size=3, timeout_s=HANG_S)
+    assert found == ["saw it", "saw it", None]
 
 
 def _cast(path):

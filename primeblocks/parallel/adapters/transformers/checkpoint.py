@@ -10,7 +10,8 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,13 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from ....errors import PlanError, UnsupportedError
-from ....groups import Call, agreed
+from ....groups import agreed
 from ....layout import Shard, layout_of, local_part
 from ...gathered import reshard
 from .checkpoint_files import open_checkpoint, with_numbers
@@ -39,12 +39,14 @@ _UNREADABLE = (
     ValueError,
 )  # fmt: skip
 
+# The longest wait for another rank. Gloo notices the end of a process at once.
+_PATIENCE = timedelta(days=1)
+
 __all__ = [
-    "all_agreed",
-    "backend_device",
     "class_before",
     "load_pretrained",
     "materialize",
+    "patient_group",
     "refuse_adapters",
     "reporting",
 ]
@@ -89,19 +91,19 @@ def load_pretrained(
     first = dist.get_rank() == 0
     wanted: dict[str, Deferred] = {}
     boxes: dict[str, Shard] = {}
-    for turn in (True, False):  # Rank 0 goes first, to fetch, and to name mistakes.
-        with all_agreed("load_pretrained", model) as call:
-            call.facts["turn"] = turn
-            if turn == first:
-                wanted = _plan(model, path)
-                boxes = {name: layout_of(x).shard for name, x in model.state_dict().items()}
-    with all_agreed("load_pretrained", model) as call:
-        call.facts["the checkpoint"] = f"{_stored_bytes(wanted)} bytes"
-    with reporting(progress, len(boxes)) as tell, all_agreed("load_pretrained, at its end", model):
-        try:
-            _fill(model, path, wanted, boxes, tell)
-        except (OSError, SafetensorError) as error:
-            raise PlanError(f"{path} could not be read to its end: {error}") from error
+    with patient_group("load_pretrained", model) as group:
+        for turn in (True, False):  # Rank 0 goes first, to fetch, and to name mistakes.
+            with agreed("load_pretrained", group=group):
+                if turn == first:
+                    wanted = _plan(model, path)
+                    boxes = {name: layout_of(x).shard for name, x in model.state_dict().items()}
+        with agreed("load_pretrained", group=group) as call:
+            call.facts["the checkpoint"] = f"{_stored_bytes(wanted)} bytes"
+        with reporting(progress, len(boxes)) as tell, agreed("load_pretrained", group=group):
+            try:
+                _fill(model, path, wanted, boxes, tell)
+            except (OSError, SafetensorError) as error:
+                raise PlanError(f"{path} could not be read to its end: {error}") from error
 
 
 def _plan(model: PreTrainedModel, path: str | Path) -> dict[str, Deferred]:
@@ -273,16 +275,24 @@ def reporting(
         raise raised[0]
 
 
-def all_agreed(name: str, model: nn.Module) -> AbstractContextManager[Call]:
-    """Call `agreed` over all ranks, on the device from which the backend sends."""
+@contextmanager
+def patient_group(name: str, model: nn.Module) -> Iterator[dist.ProcessGroup]:
+    """Make a group of all ranks on the host, for the time of the block. Collective.
+
+    Ranks wait in this group while rank 0 downloads or writes a checkpoint. The model's own groups
+    would raise an error at their timeout. NCCL counts the time from the start of a send, and does
+    not block the sender.
+    """
     everyone = dist.group.WORLD
     assert everyone is not None
-    return agreed(name, group=everyone, device=backend_device(next(model.parameters())))
-
-
-def backend_device(tensor: Tensor) -> str:
-    """Return the device from which the backend sends. Shards may be on the host."""
-    return tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
+    with agreed(name, next(model.parameters()), group=everyone):
+        pass  # A rank that does not make this call is an error after the usual timeout.
+    group = dist.new_group(backend="gloo")
+    group.set_timeout(_PATIENCE)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)
 
 
 def class_before(model: PreTrainedModel) -> Any:

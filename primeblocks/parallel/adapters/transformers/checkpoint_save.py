@@ -21,15 +21,10 @@ from transformers.modeling_utils import split_torch_state_dict_into_shards
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ....errors import PlanError, shown
+from ....groups import agreed
 from ....layout import Shard, layout_of, local_part
 from ...gathered import reshard
-from .checkpoint import (
-    all_agreed,
-    backend_device,
-    class_before,
-    refuse_adapters,
-    reporting,
-)
+from .checkpoint import class_before, patient_group, refuse_adapters, reporting
 from .checkpoint_files import header, in_file_order
 from .deferred import Deferred
 
@@ -68,22 +63,24 @@ def save_pretrained(
     """
     refuse_adapters(model)
     reshard(model)
-    with _as_before(model), all_agreed("save_pretrained", model) as call:
-        tensors: dict[str, Any] = revert_weight_conversion(model, _deferred(model))
-        split = _split(tensors, max_shard_size)
-        # Every rank plans the files, so the plans must be equal.
-        call.facts["max_shard_size"] = max_shard_size
-    with _as_before(model), all_agreed("save_pretrained", model):  # All but the weights.
-        _on_first(path, partial(type(model).save_pretrained, model, path, state_dict={}))
-    boxes, problem = _boxes(model), None
-    with reporting(progress, len(tensors)) as tell:
-        for file, names in split.filename_to_tensors.items():
-            held = {name: tensors[name] for name in names}
-            problem = _write(Path(path) / file, held, boxes, problem, tell)
-        with all_agreed("save_pretrained", model):
-            if problem is not None:
-                raise problem
-            _on_first(path, partial(_finish, model, Path(path), split))
+    with patient_group("save_pretrained", model) as group:
+        with _as_before(model), agreed("save_pretrained", group=group) as call:
+            tensors: dict[str, Any] = revert_weight_conversion(model, _deferred(model))
+            split = _split(tensors, max_shard_size)
+            # Every rank plans the files, so the plans must be equal.
+            call.facts["max_shard_size"] = max_shard_size
+        with _as_before(model), agreed("save_pretrained", group=group):  # All but the weights.
+            _on_first(path, partial(type(model).save_pretrained, model, path, state_dict={}))
+        boxes, problem = _boxes(model, group), None
+        with reporting(progress, len(tensors)) as tell:
+            for file, names in split.filename_to_tensors.items():
+                held = {name: tensors[name] for name in names}
+                wholes = _wholes(held, boxes, tell, group)
+                problem = _write(Path(path) / file, held, wholes, problem)
+            with agreed("save_pretrained", group=group):
+                if problem is not None:
+                    raise problem
+                _on_first(path, partial(_finish, model, Path(path), split))
 
 
 def _split(tensors: dict[str, Any], size: int | str) -> Any:
@@ -135,11 +132,11 @@ def _deferred(model: PreTrainedModel) -> dict[str, Tensor]:
     return {each.name: Deferred.of(each) for each in held if each.name not in left_out}
 
 
-def _boxes(model: PreTrainedModel) -> list[dict[str, Shard]]:
+def _boxes(model: PreTrainedModel, group: dist.ProcessGroup) -> list[dict[str, Shard]]:
     """Return the boxes that each rank will send, on rank 0 only. Collective."""
     mine = {name: box for name, x in model.state_dict().items() if (box := _sent_box(x))}
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(mine, everyone if dist.get_rank() == 0 else None)
+    dist.gather_object(mine, everyone if dist.get_rank() == 0 else None, group=group)
     return everyone if dist.get_rank() == 0 else []
 
 
@@ -159,14 +156,12 @@ def _sent_box(x: Tensor) -> Shard | None:
 def _write(
     path: Path,
     tensors: dict[str, Any],
-    boxes: list[dict[str, Shard]],
+    wholes: Iterator[Tensor],
     problem: PlanError | None,
-    tell: Callable[[], None],
 ) -> PlanError | None:
     """Write a file, and return the first problem of this or an earlier file. Collective: rank 0
     receives all parts, and stops writing after a problem.
     """
-    wholes = _wholes(tensors, boxes, tell)
     try:
         if dist.get_rank() == 0 and problem is None:
             with path.open("wb") as file:
@@ -182,28 +177,31 @@ def _write(
 
 
 def _wholes(
-    tensors: dict[str, Any], boxes: list[dict[str, Shard]], tell: Callable[[], None]
+    tensors: dict[str, Any],
+    boxes: list[dict[str, Shard]],
+    tell: Callable[[], None],
+    group: dist.ProcessGroup,
 ) -> Iterator[Tensor]:
     """Yield the tensors on rank 0, in the order of a file. Other ranks send their parts."""
     for name in in_file_order(tensors):
         if dist.get_rank() == 0:
-            yield _receive(tensors[name], boxes)
+            yield _receive(tensors[name], boxes, group)
         else:
-            _send(tensors[name])
+            _send(tensors[name], group)
         tell()
 
 
-def _send(tensor: Deferred) -> None:
+def _send(tensor: Deferred, group: dist.ProcessGroup) -> None:
     for piece in tensor.pieces:
         held = piece.source.tensor
         box = _sent_box(held)
         part = None if box is None else piece.filled_by(box)
         if box is not None and part is not None:
             cut = local_part(held).detach()[part.box.within(box).slices]
-            dist.send(cut.to(backend_device(held)).contiguous(), 0)
+            dist.send(cut.cpu().contiguous(), 0, group=group)
 
 
-def _receive(tensor: Deferred, boxes: list[dict[str, Shard]]) -> Tensor:
+def _receive(tensor: Deferred, boxes: list[dict[str, Shard]], group: dist.ProcessGroup) -> Tensor:
     out = torch.empty(tensor.shape, dtype=tensor.dtype)
     for piece in tensor.pieces:
         held = piece.source
@@ -215,13 +213,13 @@ def _receive(tensor: Deferred, boxes: list[dict[str, Shard]]) -> Tensor:
             if rank == 0:
                 target.copy_(part.arrange(local_part(held.tensor)[part.box.within(box).slices]))
                 continue
-            device, straight = backend_device(held.tensor), [d for d in part.dims if d is not None]
-            alike = device == "cpu" and target.dtype == held.dtype
-            if alike and target.is_contiguous() and straight == sorted(straight):
-                dist.recv(target.view(part.box.sizes), rank)  # Without a second copy of the part.
+            dims = [d for d in part.dims if d is not None]
+            if dims == sorted(dims) and target.dtype == held.dtype and target.is_contiguous():
+                # Without a second copy of the part.
+                dist.recv(target.view(part.box.sizes), rank, group=group)
                 continue
-            staged = torch.empty(part.box.sizes, dtype=held.dtype, device=device)
-            dist.recv(staged, rank)
+            staged = torch.empty(part.box.sizes, dtype=held.dtype)
+            dist.recv(staged, rank, group=group)
             target.copy_(part.arrange(staged))
     return out
 
