@@ -185,9 +185,8 @@ class Call:
         judge: a function that returns an error if the numbers of one rank are wrong, else None. The
             function must be the same on all ranks. The function must return None for zeros, because
             zeros stand for a rank that passes no numbers.
-        told: the numbers of each rank, set at the end of the block. In a group of several ranks,
-            zeros extend the numbers of each rank to 3 + 2 x ranks values. With `check=False`,
-            `told` stays empty.
+        told: the numbers of each rank, set at the end of the block. With `check=False` or without
+            numbers, `told` stays empty.
     """
 
     facts: dict[str, object] = field(default_factory=dict)
@@ -211,8 +210,9 @@ def agreed(
             call.facts |= facts_of("q", q)  # A difference between ranks is an error on every rank.
 
     Use `agreed` before a larger exchange. Without `agreed`, other ranks would wait in the exchange
-    for a rank that raised an error. The cost is one gather of 40 + 16 x ranks bytes per rank, which
-    the host reads once. A group of one rank does not communicate.
+    for a rank that raised an error. The cost is one gather of 40 + 16 x ranks bytes per rank. The
+    bytes do not depend on the call, so that different calls can be compared. The host waits once,
+    and reads 16 bytes per rank and the numbers. A group of one rank does not communicate.
 
     Args:
         name: name of the call. If ranks pass different names, all ranks raise an error.
@@ -269,8 +269,9 @@ def _agree(
         if problem is not None:
             raise problem
         return rows
-    heads = _gather(_head(text, problem, mine, group.size(), device), name, group).tolist()
-    rows = [head[2:] for head in heads]
+    everyone = _gather(_head(text, problem, mine, group.size(), device), name, group)
+    heads = everyone[:, : 2 if mine is None else 2 + len(mine)].tolist()
+    rows = [] if mine is None else [head[2:] for head in heads]
     bad = [call.judge(row) for row in rows]
     if not any(bad) and all(head[:2] == [0, heads[0][1]] for head in heads):
         return rows
@@ -316,7 +317,7 @@ def _head(
 def _gather(x: Tensor, name: str, group: dist.ProcessGroup) -> Tensor:
     everyone = x.new_empty(group.size(), len(x))
     try:
-        dist.all_gather(list(everyone.unbind()), x, group=group)
+        _gather_single(everyone.view(-1), x, group=group)
     except RuntimeError as error:  # gloo and NCCL raise it at a timeout, or when a rank died.
         raise RankError(
             f"{name}: not all {group.size()} ranks of the group made this call, or one died. All "

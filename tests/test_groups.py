@@ -4,9 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from primeblocks import groups
 from primeblocks.errors import CapacityError, PlanError, RankError, ShapeError
 from primeblocks.groups import agreed, all_gather_rows, all_to_all_rows
 from primeblocks.testing import ranks
+from primeblocks.testing.oracles import StepCounter
 
 DTYPES = [
     *(torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.int16),
@@ -226,7 +228,7 @@ def test_without_a_check_a_rank_raises_its_own_problem_alone():
 
 def _alone():
     gathers = []
-    dist.all_gather = lambda *args, **kwargs: gathers.append(args)
+    groups._gather = lambda *args: gathers.append(args)
     with agreed("a call", group=dist.group.WORLD) as call:
         call.facts["heads"] = 4
     with pytest.raises(ShapeError, match="mine"), agreed("a call", group=dist.group.WORLD):
@@ -247,11 +249,24 @@ def _carried(bad):
             call.numbers, call.judge = mine, judge
     except (RankError, ShapeError) as error:
         return f"{type(error).__name__}: {error}"
-    return [row[:3] for row in call.told]
+    return call.told
 
 
 def _carried_well_and_badly():
     return _carried(None), _carried(0)
+
+
+def _cost():
+    """An agreement without numbers, on three ranks."""
+    with StepCounter() as step, agreed("a call", group=dist.group.WORLD) as call:
+        call.facts["heads"] = 4
+    assert call.told == []
+    return dict(step.collectives), sum(step.received_bytes.values())
+
+
+def test_an_agreement_is_one_gather_into_one_tensor():
+    """A gather into a list copies each rank's part once more on a GPU."""
+    assert _on_three(_cost) == [({"_allgather_base_": 1}, 2 * (40 + 16 * 3))] * 3
 
 
 def _one_rank():
@@ -270,4 +285,4 @@ def test_a_rank_alone_waits_for_no_device():
     assert ranks.run(_one_rank, world_size=1) == [(([[0, 2**62, -3]], said), 0)]
 
 
-BODIES = (_exchanges, _gradient, _refusals, _agreements, _unchecked, _carried_well_and_badly)
+BODIES = (_exchanges, _gradient, _refusals, _agreements, _unchecked, _cost, _carried_well_and_badly)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from primeblocks import groups
 from primeblocks.errors import PlanError, ShapeError
 from primeblocks.parallel import plan_sequence, reference
 from primeblocks.parallel.attention import RectangleKernel
@@ -38,17 +39,17 @@ def test_what_no_rank_may_pass_is_refused(one_rank, name):
 
 def _unchecked():
     """Nothing is agreed on, a mistake is still refused, and evaluation needs no gradients."""
-    group, gather = dist.group.WORLD, dist.all_gather
+    group, gather = dist.group.WORLD, groups._gather
     plan = plan_sequence([6, 2], ranks=2, order="contiguous")
     whole = _inputs(8, (4, 2, 4, 4))[:3]
     q, k, v = (x[plan.indices(group.rank())] for x in whole)
     gathered = []
 
-    def counted(*tensors, group):
+    def counted(head, name, group):
         gathered.append(group)
-        return gather(*tensors, group=group)
+        return gather(head, name, group)
 
-    dist.all_gather = counted
+    groups._gather = counted
     for attention in ATTENTIONS.values():
         with pytest.raises(ShapeError, match="the plan gives this rank"):
             attention(q[1:], k, v, sequence=plan, group=group, check=False)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from primeblocks import groups
 from primeblocks.errors import PlanError, ShapeError, UnsupportedError
 from primeblocks.parallel import plan_sequence
 from primeblocks.parallel.attention import dsa, ring_attention
@@ -113,17 +114,17 @@ def _sent():
     from primeblocks.parallel.adapters.transformers import IndexedAttention, parallelize
 
     meshes, sent, agreements = meshes_of(context=2), [], []
-    gather, agree = dsa.gather.all_gather_rows, dist.all_gather
+    gather, agree = dsa.gather.all_gather_rows, groups._gather
 
     def counted(x, **where):
         sent.append(x.shape[1] * x.itemsize)
         return gather(x, **where)
 
-    def noted(heads, head, **where):
+    def noted(head, *call):
         agreements.append(len(head))
-        return agree(heads, head, **where)
+        return agree(head, *call)
 
-    dsa.gather.all_gather_rows, dist.all_gather = counted, noted
+    dsa.gather.all_gather_rows, groups._gather = counted, noted
     for check in (True, False):
         model = _model("glm_moe_dsa")
         parallelize(model, meshes, attention=IndexedAttention(check=check))
