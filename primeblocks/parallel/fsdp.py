@@ -174,7 +174,7 @@ def clip_grad_norm_(
     """
     check_meshes(meshes)
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
-    total = torch.zeros((), dtype=torch.float64, device=meshes.loss.device_type)
+    total = torch.zeros((), dtype=torch.float64, device=meshes.device)
     group = meshes.loss.get_group()
     with agreed("clip_grad_norm_", total, group=group, check=check) as call:
         if not isinstance(max_norm, Real) or not max_norm >= 0:
@@ -248,7 +248,7 @@ def global_token_count(local: int | Tensor, meshes: Meshes) -> int:
         RankError: another rank refused its arguments.
     """
     check_meshes(meshes)
-    count = torch.zeros((), dtype=torch.int64, device=meshes.loss.device_type)
+    count = torch.zeros((), dtype=torch.int64, device=meshes.device)
     group = meshes.loss.get_group()
     with agreed("global_token_count", count, group=group):
         check_counts(least=0, local=local)

@@ -32,6 +32,7 @@ class Meshes:
         context: the mesh on which each rank has a part of the same sequences.
         batch: the mesh on which each rank reads different samples.
         loss: the mesh of all ranks, for token counts and norms.
+        device: the device of this rank, with its number. A new thread uses GPU 0 by default.
         models: weak references to the models that `fully_shard_moe` sharded over these meshes.
     """
 
@@ -42,6 +43,7 @@ class Meshes:
     context: DeviceMesh
     batch: DeviceMesh
     loss: DeviceMesh
+    device: torch.device
     models: WeakSet[nn.Module] = field(
         default_factory=WeakSet, init=False, repr=False, compare=False
     )
@@ -152,6 +154,7 @@ class MeshPlan:
             context=data["context"],
             batch=data["batch"],
             loss=mesh(loss=self.world_size),
+            device=torch.empty(0, device=dense.device_type).device,
         )
 
 

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -7,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.errors import PlanError
-from primeblocks.parallel import plan_mesh
+from primeblocks.parallel import clip_grad_norm_, global_token_count, plan_mesh
 from primeblocks.parallel.mesh import on_device
 from primeblocks.testing import ranks
+from primeblocks.testing.oracles import StepCounter
 from tests.deadlines import HANG_S
 from tests.parallel.bodies import meshes_of
 
@@ -96,6 +98,24 @@ def _timeouts():
 def test_every_group_has_the_timeout_of_the_world():
     found = ranks.run(_timeouts, world_size=4, timeout_s=HANG_S)
     assert found == [{timedelta(seconds=HANG_S)}] * 4
+
+
+def _on_its_device():
+    """Host reads of calls whose tensors do not come from the caller."""
+    from tests.pretend import Device
+
+    meshes = meshes_of()
+    assert meshes.device == torch.device("cpu")
+    meshes = replace(meshes, device=torch.device("pretend", 0))
+    with Device(), StepCounter(device="pretend") as step:
+        assert global_token_count(3, meshes) == 6
+        assert clip_grad_norm_([], 1.0, meshes=meshes).device == meshes.device
+    return step.host_reads.total()
+
+
+def test_counts_and_norms_are_on_the_device_of_the_mesh():
+    """In a new thread, "cuda" without a number would be the first GPU."""
+    assert ranks.run(_on_its_device) == [3, 3]
 
 
 def _build_for_four():

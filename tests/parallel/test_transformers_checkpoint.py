@@ -160,7 +160,7 @@ def test_the_meta_device_loses_no_buffer(family):
     one = tiny_models._model_class(family).from_config(config)
     with torch.device("meta"):
         bare = tiny_models._model_class(family).from_config(config)
-    materialize(bare, "cpu")
+    materialize(bare, torch.device("cpu"))
     assert all(parameter.isnan().all() for parameter in bare.parameters())
     kept = one.state_dict().keys()
     for (name, got), (same, want) in zip(bare.named_buffers(), one.named_buffers(), strict=True):

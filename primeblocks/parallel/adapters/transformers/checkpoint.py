@@ -215,7 +215,7 @@ def _fill(
             tell()
 
 
-def materialize(model: PreTrainedModel, device: str, *, parts: str | None = None) -> None:
+def materialize(model: PreTrainedModel, device: torch.device, *, parts: str | None = None) -> None:
     """Give a model from the meta device memory for its local parts only. Local.
 
     Parameters are NaN until they are loaded, so that a forgotten parameter is noticed. Buffers that

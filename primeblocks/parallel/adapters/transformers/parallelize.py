@@ -133,7 +133,7 @@ def parallelize(
         offload_policy=offload_policy,
     )
     offloaded = isinstance(offload_policy, CPUOffloadPolicy)
-    materialize(model, meshes.loss.device_type, parts="cpu" if offloaded else None)
+    materialize(model, meshes.device, parts="cpu" if offloaded else None)
     _widen_buffers(model)
     if dispatcher is None and plan.expert == 1:
         dispatcher = LocalDispatcher()
