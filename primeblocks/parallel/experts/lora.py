@@ -87,7 +87,9 @@ def merged_expert_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield each adapted weight with its adapter added, for an export.
 
     Each yielded tensor is new, and has the name, layout and dtype of its weight. Weight and adapter
-    are added in float32 or a wider dtype. The model's values do not change. The call is collective
+    are added in float32 or a wider dtype. The sum is rounded once, to the dtype of its weight, so a
+    bfloat16 weight loses small changes that the trainer's forward computes with. The model's values
+    do not change. The call is collective
     for a sharded model, and otherwise local. A sharded model is resharded, and a rank gathers the
     factors of the experts that its FSDP group shares. The rank multiplies the factors only for its
     own part.
