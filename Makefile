@@ -17,7 +17,7 @@ test: setup
 
 test-examples: setup
 	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python -r pyproject.toml --extra reasoning_gym
-	$(VENV)/bin/python -m pytest -m example tests/integration
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m example tests/integration
 
 # Needs a virtual environment of its own.
 test-peers: setup

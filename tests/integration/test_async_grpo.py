@@ -1,5 +1,6 @@
 """The example itself: two trainer ranks and a real vLLM; killed engines, killed runs, two nodes."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -54,8 +56,11 @@ def start(
         )
 
 
-def start_node(out: Path, rank: int, *, port: int, steps: int) -> subprocess.Popen:
-    """One of two agents with a rank each, which share no files; nor memory, where it is walled."""
+def start_node(out: Path, rank: int, *, port: int, steps: int, own: str) -> subprocess.Popen:
+    """One of two agents with a rank each, which share no files; nor memory, where it is walled.
+
+    `own` is a folder with a short path, because the path of a socket has at most 107 bytes.
+    """
     node = out / f"node-{rank}"
     node.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
@@ -64,7 +69,7 @@ def start_node(out: Path, rank: int, *, port: int, steps: int) -> subprocess.Pop
     command += ["--local-addr", f"127.0.0.{1 + rank}", "--nnodes", "2", "--nproc-per-node", "1"]
     command += [str(EXAMPLE), "--out", str(node), "--warm-steps", "10", "--steps", str(steps)]
     command += ["--trees"]
-    environment = os.environ | ENVIRONMENT | {"TMPDIR": str(node)}
+    environment = os.environ | ENVIRONMENT | {"TMPDIR": own}
     with (node / "log").open("w") as log:
         return subprocess.Popen(walled(command), env=environment, stdout=log, stderr=log, text=True)
 
@@ -101,15 +106,22 @@ def run_id(out: Path) -> str:
     return f"{out.name}-{os.getpid()}"
 
 
+@pytest.fixture
+def stack():
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
 def shared_memory(out: Path) -> list[Path]:
     """What this run, and no other on the machine, holds in shared memory."""
     return list(Path("/dev/shm").glob(f"primeblocks-demo-{run_id(out)}-*"))
 
 
-def test_two_nodes_share_no_memory_and_compute_trees(tmp_path):
+def test_two_nodes_share_no_memory_and_compute_trees(tmp_path, stack):
     """Simulated by two agents on one machine, over its loopback."""
     port = free_port()
-    nodes = [start_node(tmp_path, rank, port=port, steps=6) for rank in range(2)]
+    own = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(2)]
+    nodes = [start_node(tmp_path, i, port=port, steps=6, own=own[i]) for i in range(2)]
     logs = [tmp_path / f"node-{rank}" / "log" for rank in range(2)]
     try:
         deadline = time.monotonic() + JOB_S
