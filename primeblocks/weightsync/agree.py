@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from ..errors import TransferError, UnsupportedError, UsageError
 from .held import left_s
 
 __all__ = ["Messenger"]
+
+# Larger messages are broadcast. An all_gather would pad every rank's message to the longest.
+_GATHERED_BYTES = 1 << 16
 
 
 class Messenger:
@@ -47,7 +52,10 @@ class Messenger:
             )
 
     def exchange(self, message: dict[str, Any], *, deadline: float) -> list[dict[str, Any]]:
-        """Return every rank's message, by rank. Collective: gathers the sizes, then the messages.
+        """Return every rank's message, by rank. Collective. Cost: memory for all messages.
+
+        Gathers the sizes, then the messages of at most 64 KiB. Each rank with a larger message
+        broadcasts this message.
 
         Raises:
             TransferError: a peer died, or did not call before `deadline` (time.monotonic).
@@ -58,18 +66,31 @@ class Messenger:
             )
         if self.size == 1:
             return [message]
-        text = json.dumps(message).encode()
-        sizes = self._gather(torch.tensor([len(text)], device="cpu"), deadline)
-        padded = bytearray(text.ljust(max(int(size) for size in sizes)))
-        texts = self._gather(torch.frombuffer(padded, dtype=torch.uint8), deadline)
+        text = bytearray(json.dumps(message).encode())
+        told = self._gather(torch.tensor([len(text)], device="cpu"), deadline)
+        sizes = [int(size) for size in told]
+        width = max((size for size in sizes if size <= _GATHERED_BYTES), default=0)
+        texts = [torch.empty(0, dtype=torch.uint8, device="cpu")] * self.size
+        if width:
+            texts = self._gather(_bytes(text[:width].ljust(width)), deadline)
+        for rank, size in enumerate(sizes):
+            if size > width:
+                mine = rank == self.rank
+                texts[rank] = _bytes(text if mine else bytearray(size))
+                send = partial(dist.broadcast, texts[rank], group=self._group, group_src=rank)
+                self._wait(send, deadline)
         return [json.loads(text.numpy().tobytes()) for text in texts]
 
     def _gather(self, mine: Tensor, deadline: float) -> list[Tensor]:
         theirs = [torch.zeros_like(mine) for _ in range(self.size)]
+        self._wait(partial(dist.all_gather, theirs, mine, group=self._group), deadline)
+        return theirs
+
+    def _wait(self, start: Callable[..., dist.Work | None], deadline: float) -> None:
         # Not 0, because `work.wait` takes 0 as a wait without end.
         patience = timedelta(seconds=left_s(deadline, least_s=0.001))
         try:
-            work = dist.all_gather(theirs, mine, group=self._group, async_op=True)
+            work = start(async_op=True)
             assert work is not None
             work.wait(patience)
         except RuntimeError as error:
@@ -79,4 +100,7 @@ class Messenger:
                 f"{self._broken}. The committed version did not change. Make a new group and a "
                 "new Publisher."
             ) from error
-        return theirs
+
+
+def _bytes(text: bytearray) -> Tensor:
+    return torch.frombuffer(text, dtype=torch.uint8)

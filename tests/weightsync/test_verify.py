@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +16,11 @@ from primeblocks.errors import PlanError, TransferError, UsageError
 from primeblocks.testing import ranks
 from primeblocks.testing.faults import ManualClock
 from primeblocks.weightsync import describe, plan_sync, verify, verify_engine
+from primeblocks.weightsync.agree import Messenger
 from primeblocks.weightsync.engines import prove_round_trip
 from primeblocks.weightsync.manifest import gather_manifests
 from primeblocks.weightsync.observed import MULTIPLIED, Observed, Seen, digest_tensors, observe
+from tests.deadlines import HANG_S
 from tests.weightsync.toy_engine import moved, wirings
 
 ranks.preload(__name__)  # With all that it imports.
@@ -306,3 +309,74 @@ def test_shards_of_a_trainer_are_compared_where_they_are():
     up, gate = (f"model.layers.1.mlp.{part}_proj.weight" for part in ("up", "gate"))
     wanted = (len(SHAPES), [gate, up], False)
     assert ranks.run(sharded_body, world_size=3) == [wanted] * 3
+
+
+def counted(monkeypatch):
+    """Note each collective, and the bytes that this rank has after the collective."""
+    calls = []
+    all_gather, broadcast = dist.all_gather, dist.broadcast
+
+    def gather(into, mine, **kwargs):
+        calls.append(("all_gather", sum(one.nbytes for one in into)))
+        return all_gather(into, mine, **kwargs)
+
+    def send(tensor, **kwargs):
+        calls.append(("broadcast", tensor.nbytes))
+        return broadcast(tensor, **kwargs)
+
+    monkeypatch.setattr(dist, "all_gather", gather)
+    monkeypatch.setattr(dist, "broadcast", send)
+    return calls
+
+
+def counted_verify():
+    """Only rank 0 has a long message, with a row for each of 2,000 tensors."""
+    weights = {f"a tensor with number {i}": torch.ones(1) for i in range(2000)}
+    plan = plan_sync(gather_manifests(describe(weights)), describe(weights))
+    seen = observe(plan, weights)
+    with pytest.MonkeyPatch.context() as patch:
+        calls = counted(patch)
+        engine = [seen] if dist.get_rank() == 0 else None
+        assert verify_engine(weights, engine, plan=plan).is_proved
+    return sum(size for _, size in calls), len(json.dumps({"seen": [seen.to_json()]}))
+
+
+def test_a_rank_needs_memory_for_the_messages_and_not_for_the_longest_from_each_rank():
+    for carried, longest in ranks.run(counted_verify, world_size=3):
+        assert longest <= carried < 1.1 * longest
+
+
+def exchanged_sizes():
+    """Return the names of the collectives of each exchange, for messages of several sizes."""
+    rank, found = dist.get_rank(), []
+    messenger = Messenger(world_size=3, group=None)
+    for sizes in ([5, 9, 7], [5, 70_000, 9], [70_000, 90_000, 9], [70_000] * 3):
+        message = {"rank": rank, "text": str(rank) * sizes[rank]}
+        with pytest.MonkeyPatch.context() as patch:
+            calls = counted(patch)
+            told = messenger.exchange(message, deadline=time.monotonic() + HANG_S)
+        assert told == [{"rank": i, "text": str(i) * size} for i, size in enumerate(sizes)]
+        found.append([name for name, _ in calls])
+    return found
+
+
+def test_small_messages_take_one_all_gather_and_each_large_message_a_broadcast():
+    gather, send = ["all_gather"], ["broadcast"]
+    wanted = [2 * gather, 2 * gather + send, 2 * gather + 2 * send, gather + 3 * send]
+    assert ranks.run(exchanged_sizes, world_size=3) == [wanted] * 3
+
+
+def dead_in_a_broadcast():
+    if dist.get_rank() == 2:
+        dist.broadcast = lambda *_, **__: ranks.kill(2)
+    messenger = Messenger(world_size=3, group=None)
+    message = {"text": "x" * 70_000 if dist.get_rank() == 2 else ""}
+    with pytest.raises(TransferError, match="rank . of 3 lost its peers"):
+        messenger.exchange(message, deadline=time.monotonic() + 3600)
+    with pytest.raises(TransferError, match="failed earlier"):
+        messenger.exchange({}, deadline=time.monotonic() + 3600)
+    return "noticed"
+
+
+def test_a_rank_that_dies_before_its_broadcast_is_noticed():
+    assert ranks.run(dead_in_a_broadcast, world_size=3) == ["noticed", "noticed", None]
