@@ -69,6 +69,26 @@ def test_several_processes_are_read_from_at_once(ends):
     other.close()
 
 
+def test_a_read_has_one_connection_at_a_time_and_one_for_each_process_in_turn(ends, monkeypatch):
+    others = [TcpWire(HOST) for _ in range(3)]
+    notes = [other.share(buffer_of(i)) for i, other in enumerate(others)]
+    target, made = buffer_of(9, 9), []
+
+    class Counted(socket.socket):
+        def connect(self, at):
+            assert [link for link in made if link.fileno() != -1] == []
+            made.append(self)
+            super().connect(at)
+
+    monkeypatch.setattr(socket, "socket", Counted)
+    reads = [Read(notes[i // 3], 0, target[i : i + 1]) for i in range(9)]
+    ends[1].read(reads, deadline=soon())
+    assert target.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert len(made) == 3
+    for other in others:
+        other.close()
+
+
 def test_what_is_not_there_is_a_typed_error_and_the_wire_goes_on(ends):
     trainer, engine = ends
     source, target = buffer_of(1), buffer_of(0)

@@ -9,8 +9,9 @@ import struct
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
+from itertools import groupby
 from typing import Any, Self
 
 from torch import Tensor
@@ -38,10 +39,10 @@ class TcpWire:
 
     If you pass `host`, the wire starts a server, from which other processes can read. Without
     `host`, this process only reads. The server has a thread for each connected reader, and sends
-    bytes directly from a buffer. A call of `read` opens one connection to each process from which
-    it reads. To read a buffer, a reader needs the random token that `share` returned. The wire does
-    not encrypt bytes, so use the wire only in a network of trusted machines. A `Subscriber` checks
-    all bytes.
+    bytes directly from a buffer. A call of `read` has one connection at a time, which it keeps for
+    successive reads from the same process. To read a buffer, a reader needs the random token that
+    `share` returned. The wire does not encrypt bytes, so use the wire only in a network of trusted
+    machines. A `Subscriber` checks all bytes.
 
     Args:
         host: an address of this machine that readers can reach. The server listens only on `host`.
@@ -89,24 +90,23 @@ class TcpWire:
 
         Raises CorruptionError if the `note` of a read is not from a `TcpWire`.
         """
-        links: dict[_Address, socket.socket] = {}
-        with ExitStack() as until_read:
-            for done, read in enumerate(reads):
-                at = _address(read.note)
-                try:
-                    if at not in links:
-                        links[at] = until_read.enter_context(_connected(at, deadline))
-                    _read(links[at], read, deadline)
-                except TimeoutError as error:
-                    raise DeadlineError(
-                        f"only {done} of {len(reads)} reads ended in time. Pass a longer timeout_s."
-                    ) from error
-                except OSError as error:
-                    where = f"{at[0]}:{at[1]}"
-                    raise TransferError(
-                        f"a read from {where} failed: {error}. Check that the trainer is alive "
-                        "and its port is open."
-                    ) from error
+        done = 0
+        for at, mine in groupby(reads, lambda read: _address(read.note)):
+            try:
+                with _connected(at, deadline) as link:
+                    for read in mine:
+                        _read(link, read, deadline)
+                        done += 1
+            except TimeoutError as error:
+                raise DeadlineError(
+                    f"only {done} of {len(reads)} reads ended in time. Pass a longer timeout_s."
+                ) from error
+            except OSError as error:
+                where = f"{at[0]}:{at[1]}"
+                raise TransferError(
+                    f"a read from {where} failed: {error}. Check that the trainer is alive "
+                    "and its port is open."
+                ) from error
 
     def close(self) -> None:
         self._forgotten.detach()
