@@ -1,17 +1,23 @@
 """What engines fetch from trainer ranks' memory, over all kinds of commits and carriers."""
 
+from itertools import groupby
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from primeblocks.errors import CorruptionError, DeadlineError, PlanError, TransferError
 from primeblocks.layout import Layout, Shard
-from primeblocks.weightsync import Publisher, Subscriber, plan_sync
-from primeblocks.weightsync.manifest import Manifest, TensorSpec
+from primeblocks.testing import ranks
+from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
+from primeblocks.weightsync.manifest import Manifest, TensorSpec, gather_manifests
 from primeblocks.weightsync.transports.carriers import Span, WireCarrier
 from primeblocks.weightsync.transports.packed import Packed, Pool, starts_of_version
 from tests.weightsync.contents import Engine, same_bytes
-from tests.weightsync.packed_site import KINDS, TIMEOUT_S, Site, parameters
+from tests.weightsync.packed_site import KINDS, TIMEOUT_S, Site, end, parameters
 from tests.weightsync.test_store import LocalWire, soon
+
+ranks.preload(__name__)  # With all that it imports.
 
 
 @pytest.fixture(params=KINDS)
@@ -183,6 +189,44 @@ def test_a_restarted_trainer_is_followed(site):
     site.publish(1)
     assert site.receive().version == 1
     assert site.has(1)
+
+
+def fetched_ranks(path):
+    """Rank 0 fetches a version of three trainer ranks, 40 times. Return each order of the ranks."""
+    kind, rank = "directory-handles", dist.get_rank()
+    weights = {f"{rank}.{i}": torch.full((300,), float(rank)) for i in range(3)}
+    manifests = gather_manifests(describe(weights))
+    target = Manifest(tuple(row for manifest in manifests for row in manifest.tensors))
+    plan, orders = plan_sync(manifests, target, bucket_bytes=1000), []
+    owner = end(kind, path, owner=True) if rank == 0 else None
+    dist.barrier()
+    with Publisher(plan, weights, owner or end(kind, path)) as publisher:
+        publisher.publish(1, timeout_s=TIMEOUT_S)
+        if rank == 0:
+            reader = end(kind, path)
+            fetch = reader._carrier.fetch
+
+            def note(spans, **how):
+                orders.append([token for token, _ in groupby(span.note["token"] for span in spans)])
+                return fetch(spans, **how)
+
+            reader._carrier.fetch, engine = note, Engine()
+            for _ in range(40):
+                with Subscriber(plan, engine, reader) as subscriber:
+                    subscriber.receive(timeout_s=TIMEOUT_S)
+                assert engine.tensors["2.1"].eq(2).all()
+            reader.close()
+        dist.barrier()
+    return orders
+
+
+def test_each_fetch_starts_at_a_random_rank(tmp_path):
+    orders, *_ = ranks.run(fetched_ranks, str(tmp_path), world_size=3)
+    assert len(orders) == 40
+    a, b, c = orders[0]
+    turns = ([a, b, c], [b, c, a], [c, a, b])
+    assert all(order in turns for order in orders)
+    assert len({order[0] for order in orders}) > 1
 
 
 # --- the parts ---------------------------------------------------------------------------------

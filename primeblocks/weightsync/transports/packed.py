@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import threading
 import time
 import weakref
@@ -301,7 +302,9 @@ class _Incoming:
         plan, marker, deadline = self._request.plan, self.marker, self._request.deadline
         mine = set(plan.of_reader(self._request.reader))
         ranks = sorted({plan.buckets[index].rank for index in mine})
-        for done, rank in enumerate(ranks):
+        # Engines begin at random ranks, so that they do not all load one rank's network card.
+        first = secrets.randbelow(len(ranks)) if ranks else 0
+        for done, rank in enumerate(ranks[first:] + ranks[:first]):
             found = f"the reader found the buffers of {done} of {len(ranks)} ranks in time"
             in_time(deadline, found)
             said = self._commits.look(_note(rank), run=marker.run, deadline=deadline)
