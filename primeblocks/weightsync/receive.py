@@ -56,7 +56,7 @@ from .marker import Digests, Marker, Receipt
 from .observed import digest_tensors, kept
 from .plan import Plan
 from .progress import Counted, Progress
-from .transports.transport import Incoming, ReceiveRequest, Transport
+from .transports.transport import Incoming, ReceiveRequest, Transport, replaced
 
 __all__ = ["Load", "Subscriber"]
 
@@ -239,6 +239,8 @@ class Subscriber:
             raise ClosedError("this Subscriber was closed. Make a new Subscriber.")
         version = None if version is None else check_version(version)
         ready = self._next
+        if ready is not None and not loads and replaced(ready.marker, self._transport.markers()):
+            ready = None  # `receive` loads what `verify` has checked, even of an ended trainer.
         if ready is None or ready.held is None or version not in (None, ready.marker.version):
             self._drop_next()
             ready = self._fetch(version, deadline, served=self._served, loads=loads)

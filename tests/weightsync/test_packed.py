@@ -191,6 +191,24 @@ def test_a_restarted_trainer_is_followed(site):
     assert site.has(1)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_second_verify_finds_the_version_of_a_restarted_trainer(kind, keep, tmp_path):
+    site = Site(kind, tmp_path, keep=keep)
+    first = site.publish(5).digest
+    for _ in range(2):
+        assert site.subscriber.verify(5, timeout_s=TIMEOUT_S).digest == first
+    site.publisher.close()
+    site.owner.close()
+    site.owner, site.publisher = site.trainer()
+    for tensor in site.weights.values():
+        tensor.fill_(7)
+    second = site.publisher.publish(5, timeout_s=TIMEOUT_S).digest
+    assert site.subscriber.verify(5, timeout_s=TIMEOUT_S).digest == second != first
+    assert site.receive(5).digest == second
+    assert same_bytes(site.engine.tensors, site.weights)
+    site.close()
+
+
 def fetched_ranks(path):
     """Rank 0 fetches a version of three trainer ranks, 40 times. Return each order of the ranks."""
     kind, rank = "directory-handles", dist.get_rank()

@@ -17,8 +17,9 @@ from primeblocks.errors import (
 )
 from primeblocks.testing.faults import ManualClock, truncate
 from primeblocks.weightsync import Publisher, Subscriber, fetched, held, receive
+from primeblocks.weightsync.transports import FileTransport
 from tests.weightsync.contents import flip_sent
-from tests.weightsync.one_pair import TIMEOUT_S, Engine
+from tests.weightsync.one_pair import TIMEOUT_S, Engine, Setup
 
 
 def test_the_newest_version_is_loaded_once(setup):
@@ -67,6 +68,47 @@ def test_a_late_joiner_gets_the_newest(setup):
         assert subscriber.receive(timeout_s=TIMEOUT_S).version == 4
     with pytest.raises(ClosedError):
         subscriber.receive(timeout_s=TIMEOUT_S)
+
+
+def restarted(tmp_path):
+    """An engine that verified version 5 of a trainer, which then started over and published 5."""
+    path = tmp_path / "blobs"
+    with FileTransport(path, owner=True) as owner:
+        setup = Setup(owner, tmp_path, reader=FileTransport(path))
+        first = setup.publish(5)
+        assert setup.subscriber.verify(5, timeout_s=TIMEOUT_S).digest == first.digest
+    setup.weights["a"].fill_(9)
+    setup.weights["b"].fill_(9)
+    owner = FileTransport(path, owner=True)
+    publisher = Publisher(setup.plan, setup.weights, owner)
+    return setup, first, publisher.publish(5, timeout_s=TIMEOUT_S), owner
+
+
+def test_a_verify_does_not_take_a_version_of_an_ended_run_by_its_number(tmp_path):
+    setup, first, second, owner = restarted(tmp_path)
+    assert setup.subscriber.verify(5, timeout_s=TIMEOUT_S).digest == second.digest != first.digest
+    assert setup.receive(5).digest == second.digest
+    assert setup.served() == 9
+    owner.close()
+
+
+def test_a_receive_loads_what_verify_has_checked_even_if_the_trainer_started_over(tmp_path):
+    setup, first, _, owner = restarted(tmp_path)
+    assert setup.receive(5).digest == first.digest
+    assert setup.served() == 5
+    owner.close()
+
+
+def test_a_second_verify_checks_no_byte_again(setup, monkeypatch):
+    setup.publish(1)
+    receipt = setup.subscriber.verify(1, timeout_s=TIMEOUT_S)
+    monkeypatch.setattr(setup.transport, "receive", None)
+    assert setup.subscriber.verify(1, timeout_s=TIMEOUT_S).digest == receipt.digest
+    setup.publish(2)
+    setup.publish(3)  # Version 1 is retired, and its bytes are kept.
+    assert setup.subscriber.verify(1, timeout_s=TIMEOUT_S).digest == receipt.digest
+    assert setup.receive(1).digest == receipt.digest
+    assert setup.served() == 1
 
 
 def test_the_version_before_can_be_asked_for(setup):

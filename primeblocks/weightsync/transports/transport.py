@@ -28,6 +28,7 @@ __all__ = [
     "choose",
     "last_chain",
     "newest_only",
+    "replaced",
     "retired",
 ]
 
@@ -289,6 +290,11 @@ def choose(
             f"{[marker.version for marker in markers]}. Receive the newest version."
         )
     return None
+
+
+def replaced(marker: Marker, markers: Sequence[Marker]) -> bool:
+    """Whether a trainer that started over has published. It may use the same version number."""
+    return marker not in markers and any(one.run != marker.run for one in markers)
 
 
 def chain_to(
