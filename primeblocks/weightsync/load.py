@@ -53,7 +53,7 @@ def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -
             "name, or plan with convert=."
         )
     for name, spec in sent.items():
-        # A target that has such a bias in 16 bits rounds it.
+        # A target that stores such a tensor in 16 bits rounds it.
         may_round = name.endswith(NEVER_ROUNDED) and converts(spec.dtype, held[name].dtype)
         takes = may_round or _takes(held[name].dtype, spec.dtype)
         if held[name].layout != spec.layout or not takes:

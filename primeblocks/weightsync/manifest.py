@@ -42,7 +42,9 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # Routers add these biases to their scores, and a rounded bias chooses other experts. vLLM stores
 # them in float32, and so do the files of the models. The names from `ffn` on are those in files of
-# DeepSeek-V4, Inkling and Step 3.7.
+# DeepSeek-V4, Inkling and Step 3.7. The names from `mlp.gate.weight` on are weights of routers, and
+# decay rates and time steps of recurrent layers, which some models of vLLM store in float32. Mixed
+# precision leaves routers in float32, and small updates of rounded routers would not arrive.
 NEVER_ROUNDED = (
     "e_score_correction_bias",
     "expert_bias",
@@ -52,6 +54,13 @@ NEVER_ROUNDED = (
     "ffn.gate.bias_vl",
     "mlp.gate.bias",
     "router_bias",
+    "mlp.gate.weight",
+    "moe.gate.weight",
+    "mixer.gate.weight",
+    "router.gate.weight",
+    "router.classifier.weight",
+    "A_log",
+    "dt_bias",
 )
 
 NamedTensors = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -216,9 +225,10 @@ def describe(source: NamedTensors, *, dtype: torch.dtype | None = None) -> Manif
         source: a module, for its parameters and persistent buffers, or tensors by name. A DTensor
             is described by its global shape and this rank's box, also for FSDP2 over expert shards.
         dtype: the dtype with which tensors of the dtypes in `FLOATS` are described, one of
-            `FLOATS`. Tensors of other dtypes keep their dtype. The biases with which routers
-            correct their choices are not rounded to 16 bits: they are described in float32. With
-            None, all tensors keep their dtype.
+            `FLOATS`. Tensors of other dtypes keep their dtype. Weights and biases of routers are
+            not rounded to 16 bits if vLLM may store them in float32: they are described in float32.
+            So are `A_log` and `dt_bias` of recurrent layers. With None, all tensors keep their
+            dtype.
 
     Raises:
         PlanError: as for `layout_of`, or a name occurs twice, or a value is not a dense tensor.

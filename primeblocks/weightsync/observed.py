@@ -15,7 +15,15 @@ from ..layout import Layout, Shard, local_part
 from .convert.conversion import Wiring
 from .convert.pieces import Piece, in_place
 from .digest import as_buffer
-from .manifest import NamedTensors, as_plan_error, box_of, named_tensors, unwrapped
+from .manifest import (
+    FLOATS,
+    NEVER_ROUNDED,
+    NamedTensors,
+    as_plan_error,
+    box_of,
+    named_tensors,
+    unwrapped,
+)
 from .marker import Digests
 from .plan import Plan
 
@@ -31,6 +39,7 @@ __all__ = [
     "digest_form",
     "digest_tensors",
     "kept",
+    "loadable",
     "observe",
     "only_in",
     "with_aliases",
@@ -194,15 +203,29 @@ def are_digests(held: object) -> TypeGuard[Digests]:
     )
 
 
-def kept(given: Digests, held: NamedTensors) -> Digests:
+def loadable(name: str, tensor: Tensor) -> tuple[Sequence[str], ...]:
+    """Return the digests that a tensor may have in an engine after a load. Local: one pass each.
+
+    An engine has a tensor as `load` was given it. It may store a tensor of `NEVER_ROUNDED` in any
+    dtype of `FLOATS`.
+    """
+    may_convert = name.endswith(NEVER_ROUNDED) and tensor.dtype in FLOATS
+    forms = map(tensor.to, FLOATS) if may_convert else [tensor]
+    return tuple(digest_tensors({name: form})[name] for form in forms)
+
+
+def kept(given: Mapping[str, Container[Sequence[str]]], held: NamedTensors) -> Digests:
     """Return the digests of an engine's tensors after a load.
+
+    Args:
+        given: the result of `loadable` for each tensor that `load` was given.
 
     Raises:
         TransferError: a tensor differs from what `load` was given.
     """
     tensors = named_tensors(held)
     seen = digest_tensors({name: tensors[name] for name in given if name in tensors})
-    if lost := [name for name in given if seen.get(name) != given[name]]:
+    if lost := [name for name in given if name not in seen or seen[name] not in given[name]]:
         some = ", ".join(map(repr, lost[:3]))
         raise TransferError(
             f"{len(lost)} of {len(given)} tensors, such as {some}, are missing in the engine or "

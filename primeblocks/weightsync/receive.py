@@ -53,7 +53,7 @@ from .lease import alone
 from .load import InPlace
 from .manifest import NamedTensors
 from .marker import Digests, Marker, Receipt
-from .observed import digest_tensors, kept
+from .observed import kept, loadable
 from .plan import Plan
 from .progress import Counted, Progress
 from .transports.transport import Incoming, ReceiveRequest, Transport, replaced
@@ -91,9 +91,9 @@ class Subscriber:
             group, and if the previous version is not kept. "ahead" usually also works like "before"
             if torch's threads use all cores. With both values, `load` gets checked copies if other
             processes may still write to the bytes.
-        observe: a function that returns the engine's tensors, by the names that `load` was given.
-            After a load, each tensor must equal the tensor that `load` got, bit for bit. Otherwise,
-            the load has failed. Without `observe`, the engine's tensors are not compared.
+        observe: a function that returns the engine's tensors by the names that `load` got. After a
+            load, each tensor must equal what `load` got, bit for bit. A router is compared after a
+            cast. If a tensor differs, the load has failed. Without `observe`, nothing is compared.
 
     Raises:
         PlanError: the plan has no such reader, or `convert` does not fit the reader's boxes.
@@ -370,14 +370,14 @@ class Subscriber:
         if places and all(place.device.type == "cpu" for place in places.values()):
             write(plan, reader, fetched, places, threads=threads, counted=counted)
             return None
-        taken, given = 0, dict[str, Sequence[str]]()
+        taken, given = 0, dict[str, Sequence[Sequence[str]]]()
 
         def tensors(feed: Feed) -> Iterator[tuple[str, Tensor]]:
             nonlocal taken
             for name, tensor in feed.tensors():
                 taken += 1
                 if self._observe is not None:
-                    given.update(digest_tensors({name: tensor}))
+                    given[name] = loadable(name, tensor)
                 yield name, tensor
                 counted.add(tensor.nbytes)
 

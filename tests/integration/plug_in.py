@@ -32,6 +32,12 @@ def received(name, version):
     return held
 
 
+def as_sent(name, tensor):
+    """Return a tensor as `announce(dtype=torch.bfloat16)` sends it."""
+    is_router = name.endswith("mlp.gate.weight")
+    return tensor.detach().to(torch.float32 if is_router else torch.bfloat16)
+
+
 def plain_loss(logits, batch):
     """The loss of the examples in its plain form, from the logits of all tokens but the last."""
     logprobs = logits.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]

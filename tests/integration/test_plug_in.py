@@ -14,7 +14,7 @@ import torch
 from tests.deadlines import HANG_S, JOB_S
 from tests.engine_job import run_job
 
-from .plug_in import FOLDER, example, naive_losses, received
+from .plug_in import FOLDER, as_sent, example, naive_losses, received
 
 ROOT = FOLDER.parents[1]
 MOST_LINES = 25
@@ -77,7 +77,7 @@ def assert_published(name, version, model):
     weights = dict(model.named_parameters())
     assert held.keys() == weights.keys()
     for key, tensor in held.items():
-        torch.testing.assert_close(tensor, weights[key].detach().bfloat16(), rtol=0, atol=0)
+        torch.testing.assert_close(tensor, as_sent(key, weights[key]), rtol=0, atol=0)
 
 
 def test_plain_pytorch_loop(monkeypatch, wanted):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from primeblocks.testing import ranks, tiny_models
 
-from .plug_in import FOLDER, example, plain_loss, received
+from .plug_in import FOLDER, as_sent, example, plain_loss, received
 
 STEPS = 3
 BOTH_CLIPS = ("actor/pg_clipfrac", "actor/pg_clipfrac_lower")  # of verl
@@ -67,7 +67,7 @@ def test_trl_grpo(monkeypatch, tmp_path):
     assert len(set(seen)) == len(seen) == 3 * 2 * STEPS
     held = received(host.NAME, STEPS)
     for name, weight in trainer.model.named_parameters():
-        assert torch.equal(held.pop(name), weight.detach().bfloat16()), name
+        assert torch.equal(held.pop(name), as_sent(name, weight)), name
     assert not held
 
 
@@ -207,7 +207,7 @@ def _torchtitan_trains(folder, here, name):
         for key, tensor in model.state_dict().items()
     }
     checkpoint = trainer.config.model_spec.state_dict_adapter(trainer.model_config, None)
-    saved = {key: tensor.bfloat16() for key, tensor in checkpoint.to_hf(whole).items()}
+    saved = {key: as_sent(key, one) for key, one in checkpoint.to_hf(whole).items()}
     held = received(name, STEPS) if rank == 0 else None
     dist.barrier()  # Its memory ends with its process.
     trainer.close()

@@ -105,7 +105,7 @@ def test_a_module_is_its_parameters_once_and_its_persistent_buffers():
     }
 
 
-BIASES = [
+KEPT = [
     "mlp.gate.e_score_correction_bias",
     "feed_forward.expert_bias",
     "moe.expert_bias_E",
@@ -113,13 +113,22 @@ BIASES = [
     "3.ffn.gate.bias",
     "3.ffn.gate.bias_vl",
     "moe.router_bias",
+    "model.layers.3.mlp.gate.weight",  # GLM-4-MoE, MiMo-V2, Ling, Ernie 4.5
+    "mlp.router.gate.weight",  # AFMoE, HY-V3
+    "block_sparse_moe.gate.weight",  # MiniMax-M2
+    "layers.3.moe.gate.weight",  # Step-3.5
+    "layers.3.mixer.gate.weight",  # Nemotron-H
+    "mlp.router.classifier.weight",  # LongCat-Flash
+    "linear_attn.A_log",
+    "self_attn.dt_bias",
 ]
 
 
-@pytest.mark.parametrize("name", BIASES)
-def test_biases_that_choose_experts_are_not_rounded(name):
-    held = {name: torch.tensor([14.31]), "gate.weight": torch.zeros(1)}
-    want = {name: torch.float32, "gate.weight": torch.bfloat16}
+@pytest.mark.parametrize("name", KEPT)
+def test_biases_and_weights_that_choose_experts_are_not_rounded(name):
+    other = "mlp.shared_expert_gate.weight"
+    held = {name: torch.tensor([14.31]), other: torch.zeros(1)}
+    want = {name: torch.float32, other: torch.bfloat16}
     for sent in (describe(held, dtype=torch.bfloat16), describe(held).whole(dtype=torch.bfloat16)):
         assert {each: spec.dtype for each, spec in sent.items()} == want
     narrow = describe({name: torch.zeros(1, dtype=torch.bfloat16)}, dtype=torch.float32)

@@ -288,3 +288,30 @@ def test_a_first_load_that_keeps_nothing_gets_no_receipt(tmp_path):
     with pytest.raises(EngineError, match="5 of 5 tensors, such as .* are missing in the engine"):
         subscriber.receive(timeout_s=HANG_S)
     assert subscriber.version is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_router_may_be_observed_as_the_engine_rounds_it(tmp_path, dtype):
+    name, step = "mlp.gate.weight", 1 + 2**-12
+    weights = {name: torch.tensor([step]), "w": torch.tensor([step])}
+    engine = {name: torch.zeros(1, dtype=dtype), "w": torch.zeros(1, dtype=torch.bfloat16)}
+    spoils = [0.0, 1.0]
+
+    def load(tensors):
+        for each, tensor in tensors:
+            engine[each].copy_(tensor)
+        engine[name] += spoils[0]
+
+    with SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as transport:
+        plan = plan_sync([describe(weights)], describe(weights, dtype=torch.bfloat16))
+        publisher = Publisher(plan, weights, transport)
+        subscriber = Subscriber(plan, load, transport, observe=lambda: engine)
+        publisher.publish(1, timeout_s=HANG_S)
+        receipt = subscriber.receive(timeout_s=HANG_S)
+        assert engine[name].item() == (1 if dtype == torch.bfloat16 else step)
+        assert verify_engine(receipt.held, engine).is_proved
+        assert verify_engine(weights, engine, plan=plan).is_proved
+        publisher.publish(2, timeout_s=HANG_S)
+        spoils.pop(0)
+        with pytest.raises(EngineError, match=f"1 of 2 tensors, such as '{name}'"):
+            subscriber.receive(timeout_s=HANG_S)

@@ -73,11 +73,12 @@ class Engine:
     def _loaded(self, rank, sent):
         taken = sent | self._spoiled(sent) if rank == self.rank and self.kind else sent
         wiring = WIRINGS[rank]
-        held = moved(wiring, {name: tensor.bfloat16() for name, tensor in taken.items()})
+        dtypes = {name: wiring.sources[name].dtype for name in taken}  # A router has float32.
+        held = moved(wiring, {name: tensor.to(dtypes[name]) for name, tensor in taken.items()})
         if rank == self.rank and self.kind == "stale after load":
             old, whole = self.past[1][self.name], wiring.sources[self.name].layout.shard
             for piece in wiring.by_source[self.name]:
-                held[piece.target][piece.target_box.slices] = piece.view(old, whole).bfloat16()
+                held[piece.target][piece.target_box.slices] = piece.view(old, whole)
         return held
 
     def _spoiled(self, sent):

@@ -14,6 +14,7 @@ from primeblocks.testing import tiny_models
 from primeblocks.weightsync import describe, plan_sync
 from primeblocks.weightsync.adapters.vllm.loads import record_load
 from primeblocks.weightsync.convert.conversion import record_reads
+from primeblocks.weightsync.manifest import NEVER_ROUNDED
 from tests.deadlines import START_S
 from tests.engine_job import call
 from tests.weightsync.toy_engine import moved
@@ -94,6 +95,12 @@ def _load(folder, family, whole_experts, rank):
     miscounted = [name for name in whole if reads.written.get(name) != counts[name]]
     unknown = [name for name in whole if name not in made]
     arrives = {name for name, pieces in reads.into.by_source.items() if pieces}
+    rounded = [  # On the way, though the engine has more digits.
+        piece.source
+        for name, parameter in held.items()
+        for piece in reads.into.by_target.get(name, ())
+        if parameter.dtype == torch.float32 and not piece.source.endswith(NEVER_ROUNDED)
+    ]
     lost = {name: why for name, why in reads.lost.items() if name not in arrives}
     unplaced = [name for name in reads.boxes if name not in arrives | set(lost)]
     read = plan_sync([describe(checkpoint)], reads).bytes_total
@@ -102,7 +109,7 @@ def _load(folder, family, whole_experts, rank):
         *sizes,
         dict(reads.inexact),
         lost,
-        [differ, elsewhere, miscounted, unknown, unplaced],
+        [differ, elsewhere, miscounted, unknown, unplaced, rounded],
     )
 
 
