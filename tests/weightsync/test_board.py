@@ -119,13 +119,13 @@ def test_notes_are_read_and_the_first_stands(store):
     assert board.read_any(["none", "f"], deadline=soon()) == ("f", "x")
 
 
-def test_a_note_is_waited_for(store):
-    board, found = Board(store, "a"), []
-    thread = threading.Thread(target=lambda: found.append(board.read("k", deadline=soon(10))))
-    thread.start()
-    Board(store, "a").post("k", "text", deadline=soon())
-    thread.join(HANG_S)
-    assert found == ["text"]
+def test_a_note_is_waited_for_in_pauses_that_grow(store, monkeypatch):
+    pauses, post = [], lambda: len(pauses) < 9 or store.set("a/k", "text")
+    event = type("Event", (), {"wait": lambda _, seconds: pauses.append(seconds) or post()})
+    fake = SimpleNamespace(Thread=threading.Thread, Event=event)
+    monkeypatch.setattr(board_module, "threading", fake)
+    assert Board(store, "a").read("k", deadline=soon(HANG_S)) == "text"
+    assert pauses == [0.005, 0.01, 0.02, 0.04] + 5 * [0.05]
 
 
 def test_a_deadline_in_the_past_still_looks_once(store):

@@ -25,7 +25,7 @@ from ..marker import as_corruption
 
 __all__ = ["Board", "Go", "Transaction", "file_store", "store_spec", "tcp_store"]
 
-_LOOK_S = 0.005
+_LOOK_S, _LONGEST_LOOK_S = 0.005, 0.05  # Each pause between two looks is twice the one before.
 # The store may answer this long after a deadline, so that a late call, such as an abort, works.
 _GRACE_S = 1.0
 _OPEN_S = 30.0
@@ -65,13 +65,15 @@ class Board:
         """
 
         def look() -> tuple[str, str] | None:
+            pause_s = _LOOK_S
             while True:
                 for key in keys:
                     if self._store.check([self._key(key)]):
                         return key, self._store.get(self._key(key)).decode(errors="replace")
                 if not waits or time.monotonic() >= deadline:
                     return None
-                threading.Event().wait(_LOOK_S)
+                threading.Event().wait(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
 
         return self.call(look, deadline=deadline)
 
