@@ -290,8 +290,8 @@ class Journal:
             restored = Restored(tables.cursor_of(db), _again(db, version), _finished(db, version))
         if version and not restored.cursor:
             logger.warning(
-                "The journal has no prompts, but the run continues from policy %d. Prompts begin "
-                "at the first again. If the run has another journal, copy the file to this path.",
+                "The journal has no prompts, and the run begins at policy %d with the first "
+                "prompt. If the run has trained on prompts before, copy its journal to this path.",
                 version,
             )
         if again:

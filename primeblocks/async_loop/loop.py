@@ -69,7 +69,7 @@ class AsyncLoop:
         rollout_timeout_s: the deadline of one call of `generate`, in seconds. None means unlimited.
         source: a function that returns the name of a prompt's source, for the counts in `sources`.
         ledger: a record of the training run, from which the run can be resumed.
-        version: the policy version of the engine's weights at the start.
+        version: the policy version of the trainer's and the engine's weights at the start.
         step_timeout_s: seconds to wait at most for a batch, a training step or a publish.
 
     Attributes:
@@ -164,7 +164,10 @@ class AsyncLoop:
 
     async def __aenter__(self) -> AsyncLoop:
         if self._failed is not None:
-            raise ClosedError("a loop opens once. Make a new loop, with version=loop.version.")
+            raise ClosedError(
+                "a loop opens once. Publish loop.version to the engine, and make a new loop with "
+                "version=loop.version."
+            )
         running = asyncio.get_running_loop()
         self._failed, self._starved = running.create_future(), running.create_future()
         self._failed.add_done_callback(lambda failed: _end(self._starved, failed.result()))
@@ -242,9 +245,9 @@ class AsyncLoop:
         if inspect.isawaitable(metrics):  # From a plain function around an async one.
             metrics = await self._within(metrics, what="a step")
         trained = self._clock.now()
+        self.version = version + 1  # Even if what follows fails: the weights have changed.
         if self._ledger is not None:
             self._ledger.trained(version)
-        self.version = version + 1  # Even if `publish` fails: the weights have changed.
         feeder.finished -= len(groups)
         await self._await_publish()
         rest = await self._run(self._publish, self.version, what="a publish")

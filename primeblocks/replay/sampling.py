@@ -66,6 +66,8 @@ class KeptTokens:
             ShapeError, UsageError: as for `from_arrays`.
         """
         rows = [np.asarray(row) for row in sets]
+        if strange := [row for row in rows if row.ndim != 1]:
+            raise ShapeError(f"each token needs a list of ids; got {_kind(strange[0])}")
         offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         full = [row for row in rows if len(row)]  # An empty list would become an array of floats.
         ids = np.concatenate(full) if full else np.zeros(0, dtype=np.int64)

@@ -315,7 +315,7 @@ def test_bad_use_is_refused():
             await anext(aiter(loop.steps(1)))
         async with loop:
             pass
-        with pytest.raises(ClosedError, match="Make a new loop"):
+        with pytest.raises(ClosedError, match="make a new loop"):
             await loop.__aenter__()
 
     run(closed)

@@ -363,4 +363,4 @@ def test_an_empty_journal_of_a_run_that_goes_on_is_told(tmp_path, caplog):
     assert not caplog.records
     with Journal(tmp_path / "second") as journal:
         journal.restore(1000)
-    assert "has no prompts, but the run continues from policy 1000" in caplog.text
+    assert "has no prompts, and the run begins at policy 1000" in caplog.text

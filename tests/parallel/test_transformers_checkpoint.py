@@ -4,6 +4,7 @@ import resource
 import warnings
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -289,20 +290,26 @@ def _traffic(path):
     from primeblocks.parallel.adapters.transformers import load_pretrained, save_pretrained
 
     model, _ = _start("qwen3_moe", {"expert": 2})
-    groups, parts, world = [], [], dist.group.WORLD
-    new_group, send, recv = dist.new_group, dist.send, dist.recv
+    groups, parts, waits, world = [], [], [], dist.group.WORLD
+    new_group, send, recv = dist.new_group, dist.isend, dist.irecv
     dist.new_group = lambda **named: groups.append(new_group(**named)) or groups[-1]
 
     def recorded(way):
-        return lambda x, *at, group: parts.append((group, x.device.type)) or way(x, *at, group)
+        def go(x, *at, group):
+            parts.append((group, x.device.type))
+            work = way(x, *at, group)
+            return SimpleNamespace(wait=lambda most: waits.append(most) or work.wait(most))
 
-    dist.send, dist.recv = recorded(send), recorded(recv)
+        return go
+
+    dist.isend, dist.irecv = recorded(send), recorded(recv)
     for use in (save_pretrained, load_pretrained):
         before = world._get_sequence_number_for_group()
         use(model, path)
         assert world._get_sequence_number_for_group() == before + 1  # That all make the call.
     assert len(groups) == 2
     assert {*parts} == {(groups[0], "cpu")}
+    assert waits == [timedelta(days=1)] * len(parts)  # The group's timeout is not theirs in gloo.
     return [each._get_backend(torch.device("cpu")).options._timeout for each in groups]
 
 

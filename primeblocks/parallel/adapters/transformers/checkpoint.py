@@ -40,9 +40,10 @@ _UNREADABLE = (
 )  # fmt: skip
 
 # The longest wait for another rank. Gloo notices the end of a process at once.
-_PATIENCE = timedelta(days=1)
+PATIENCE = timedelta(days=1)
 
 __all__ = [
+    "PATIENCE",
     "class_before",
     "load_pretrained",
     "materialize",
@@ -288,7 +289,7 @@ def patient_group(name: str, model: nn.Module) -> Iterator[dist.ProcessGroup]:
     with agreed(name, next(model.parameters()), group=everyone):
         pass  # A rank that does not make this call is an error after the usual timeout.
     group = dist.new_group(backend="gloo")
-    group.set_timeout(_PATIENCE)
+    group.set_timeout(PATIENCE)
     try:
         yield group
     finally:

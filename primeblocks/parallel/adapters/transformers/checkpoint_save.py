@@ -24,7 +24,7 @@ from ....errors import PlanError, shown
 from ....groups import agreed
 from ....layout import Shard, layout_of, local_part
 from ...gathered import reshard
-from .checkpoint import class_before, patient_group, refuse_adapters, reporting
+from .checkpoint import PATIENCE, class_before, patient_group, refuse_adapters, reporting
 from .checkpoint_files import header, in_file_order
 from .deferred import Deferred
 
@@ -198,7 +198,8 @@ def _send(tensor: Deferred, group: dist.ProcessGroup) -> None:
         part = None if box is None else piece.filled_by(box)
         if box is not None and part is not None:
             cut = local_part(held).detach()[part.box.within(box).slices]
-            dist.send(cut.cpu().contiguous(), 0, group=group)
+            # gloo's sends and receives do not follow `set_timeout`.
+            dist.isend(cut.cpu().contiguous(), 0, group=group).wait(PATIENCE)
 
 
 def _receive(tensor: Deferred, boxes: list[dict[str, Shard]], group: dist.ProcessGroup) -> Tensor:
@@ -216,10 +217,10 @@ def _receive(tensor: Deferred, boxes: list[dict[str, Shard]], group: dist.Proces
             dims = [d for d in part.dims if d is not None]
             if dims == sorted(dims) and target.dtype == held.dtype and target.is_contiguous():
                 # Without a second copy of the part.
-                dist.recv(target.view(part.box.sizes), rank, group=group)
+                dist.irecv(target.view(part.box.sizes), rank, group=group).wait(PATIENCE)
                 continue
             staged = torch.empty(part.box.sizes, dtype=held.dtype)
-            dist.recv(staged, rank, group=group)
+            dist.irecv(staged, rank, group=group).wait(PATIENCE)
             target.copy_(part.arrange(staged))
     return out
 
