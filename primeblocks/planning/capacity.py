@@ -24,6 +24,8 @@ __all__ = [
     "plan_capacity",
 ]
 
+_LATENTS = ("latents", "index keys")  # Names that `kv_groups` gives.
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -224,7 +226,8 @@ def plan_capacity(
             rollouts.
         page_tokens: number of tokens in a page: the engine's block size.
         host_bytes: host memory of all machines together, for rollouts that do not fit on the GPUs.
-            Host memory stores a page once, for any number of ranks.
+            Host memory stores the pages of every rank, as vLLM does, with copies of heads. If all
+            groups are named "latents" or "index keys", host memory stores a page once.
         disk_bytes: bytes of all disks together, for rollouts that do not fit in host memory.
 
     Raises:
@@ -246,7 +249,8 @@ def plan_capacity(
             f"weights need {-room} bytes more on each of {data * tensor} GPUs. "
             "Raise tensor, gpus or memory_fraction, or spread experts."
         )
-    tiers, left = _place(groups, load, data, page_tokens=page_tokens, limits=limits)
+    copies = 1 if all(group.name in _LATENTS for group in groups) else tensor
+    tiers, left = _place(load, data, copies=copies, limits=limits)
     priced = [(prompts, kind, False) for kind, prompts in left]
     priced += [(prompts * (kind.samples - 1), kind, True) for kind, prompts in left]
     return CapacityPlan(
@@ -318,14 +322,12 @@ class _Load:
 
 
 def _place(
-    groups: Sequence[KvGroup],
-    load: _Load,
-    data: int,
-    *,
-    page_tokens: int,
-    limits: dict[str, int],
+    load: _Load, data: int, *, copies: int, limits: dict[str, int]
 ) -> tuple[tuple[KvTier, ...], list[tuple[Rollouts, int]]]:
-    """Place whole prompts at their largest in the first tier with room. Also return the rest."""
+    """Place whole prompts at their largest in the first tier with room. Also return the rest.
+
+    Host memory and disk store the pages of `copies` ranks.
+    """
     budget = load.room(data)
     used = dict.fromkeys(("gpu", *limits), 0)
     held = dict.fromkeys(used, 0)
@@ -339,8 +341,8 @@ def _place(
             held["gpu"] += fit * kind.samples * alike
             waiting[index] += (prompts - fit) * alike
         used["gpu"] += (budget - free) * load.tensor * alike
-    for index, (kind, _) in enumerate(load.kinds):
-        each = footprint(groups, kind, page_tokens=page_tokens).total_bytes
+    for index, (kind, size) in enumerate(load.kinds):
+        each = size.total_bytes * copies
         for name, limit in limits.items():
             fit = min(waiting[index], (limit - used[name]) // each)
             used[name] += fit * each

@@ -118,6 +118,39 @@ def test_latents_are_on_every_rank_of_a_replica():
     assert peaks == {61 * 1024 * 70_272}
 
 
+@pytest.mark.parametrize(
+    ("config", "tensor", "copies"),
+    [
+        (QWEN3_235B, 4, 1),
+        (QWEN3_235B, 8, 2),  # four heads
+        (DEEPSEEK_V3_2, 8, 1),
+        (KimiLinearConfig(), 8, 8),  # latents next to states, which vLLM does not store once
+    ],
+    ids=["heads", "copied heads", "latents", "latents and states"],
+)
+def test_host_memory_stores_heads_that_ranks_copy_once_per_copy(config, tensor, copies):
+    groups = [group for group in kv_groups(config) if group.head_bytes]
+    states = [group for group in kv_groups(config) if not group.head_bytes]
+    kind = Rollouts(prompts=4, prompt_tokens=64, completion_tokens=65)
+    each = sum(group.token_bytes for group in groups) * 128 * copies
+    each += sum(group.state_bytes() for group in states)
+    plan = plan_capacity(
+        (*states, *groups),
+        [kind],
+        gpu=Gpu(1, memory_fraction=1.0, reserve_bytes=0),
+        weights=Weights(0),
+        tensor=tensor,
+        gpus=tensor,
+        host_bytes=2 * each,
+        disk_bytes=2 * each - 1,
+    )
+    assert [(tier.rollouts, tier.used_bytes) for tier in plan.tiers] == [
+        (0, 0),
+        (2, 2 * each),
+        (1, each),
+    ]
+
+
 def test_index_keys_are_counted_where_layers_have_their_own():
     kinds = ["full"] * 3 + ["shared"] * 58
     latents, index = kv_groups(DEEPSEEK_V3_2 | {"indexer_types": kinds, "index_topk_freq": 4})
