@@ -109,7 +109,7 @@ class Catalogue:
                 self._look_below(request, 0)
 
     def clear(self) -> None:
-        self._clears += 1
+        self._clears, self.version = self._clears + 1, 0
         for page in list(self._pages.values()):
             self._detach(page)
         for depth, level in enumerate(self.levels):

@@ -214,7 +214,7 @@ class TieredStore:
         self._ask(self._catalogue.end, rollout)
 
     def clear(self) -> Pending[None]:
-        """Drop every page, in a shared tier also the pages of other engines.
+        """Drop every page, in a shared tier also the pages of other engines. Forget the version.
 
         If a tier fails, its pages may return when you reopen it. Local, except for a shared tier.
         """

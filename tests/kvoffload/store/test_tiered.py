@@ -94,6 +94,8 @@ def test_dead_versions_leave_first_and_are_not_worth_a_write(host, memory):
         for wrong, said in ((6, "at version 7; got 6"), (-1, "-1"), (1 << 63, "0"), (True, "True")):
             with pytest.raises(UsageError, match=said):
                 store.advance(version=wrong)
+        store.clear().wait(timeout_s=SOON)
+        store.advance(version=6)
 
 
 def test_after_clear_nothing_is_found_anywhere(host, memory):

@@ -249,6 +249,20 @@ def test_stale_versions_leave_first(adapter):
     pool.tier.shutdown()
 
 
+def test_after_a_reset_versions_may_be_older(adapter):
+    pool = Pool(adapter, max_staleness=1)
+    pool.request(version=9)
+    pool.tier.forget()
+    older, newer = pool.request(version=2), pool.request(version=3)
+    pool.store([1], newer)
+    for number in range(2, 65):
+        pool.store([number], older)
+    pool.store([65], newer)
+    assert not pool.holds(1, newer), "the least recently used"
+    assert pool.holds(2, older)
+    pool.tier.shutdown()
+
+
 def test_pages_of_rollouts_that_ended_leave_first(adapter):
     pool = Pool(adapter, max_staleness=8)
     first, other = pool.request(version=1, rollout="a"), pool.request(version=1, rollout="b")

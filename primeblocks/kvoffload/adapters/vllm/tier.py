@@ -81,9 +81,9 @@ def request_args(
 
     Args:
         version: the policy version, a count of updates. Pages of different versions have different
-            keys. The tier advances to the largest version seen. If a version is more than 2**20
-            above the tier's version, the tier logs a warning and does not advance. Without this
-            limit, one mistaken request would make all pages stale.
+            keys. The tier advances to the largest version seen since its last reset. If a version
+            is more than 2**20 above the tier's version, the tier logs a warning and does not
+            advance. Without this limit, one mistaken request would make all pages stale.
         rollout: the name of the rollout that will need the pages again, in its next turn.
         ends: the names of rollouts that end with this request and do not need their pages any more.
             In the last turn of `rollout`, name `rollout` here too. Also name rollouts that ended
@@ -276,6 +276,7 @@ class StoreTier(SecondaryTierManager):
         """Make all pages unreachable at once, and drop them in the background."""
         # Random: earlier pages and those of another engine have other salts.
         self._salt = os.urandom(16)
+        self._version = 0  # A trainer may have restarted from an older checkpoint.
         self._store.clear()
 
     def shutdown(self) -> None:
