@@ -166,8 +166,10 @@ def kv_groups(config: Any, *, kv_dtype: str = "bfloat16") -> tuple[KvGroup, ...]
         config: an object or a mapping, such as the content of config.json.
         kv_dtype: float32, bfloat16, float16, fp8, or `fp8_ds_mla`. With `fp8_ds_mla`, which is only
             for latents, a token has 512 bytes, four float32 scales and 64 unquantized bfloat16
-            values. Recurrent states of linear attention are float32. Convolution states of linear
-            attention have `kv_dtype`, or bfloat16 if `kv_dtype` is quantized.
+            values. Pass `fp8_ds_mla` for a model with index keys on a Hopper GPU, because there
+            vLLM stores fp8 latents in this format. Recurrent states of linear attention are
+            float32. Convolution states of linear attention have `kv_dtype`, or bfloat16 if
+            `kv_dtype` is quantized.
 
     Raises:
         PlanError: the configuration lacks a needed size, or a size is not a positive whole number.
@@ -231,7 +233,9 @@ def _latents(config: Any, here: list[bool], kv_dtype: str) -> tuple[KvGroup, ...
         token = rank + rank // 128 * 4 + rope * 2
     else:
         token = (rank + rope) * _SIZES[kv_dtype]
-    widths = _need(config, "qk_nope_head_dim") + rope + _need(config, "v_head_dim")
+    widths = 2 * rank + rope  # Kernels of sparse attention multiply the latents themselves.
+    if not top:
+        widths = _need(config, "qk_nope_head_dim") + rope + _need(config, "v_head_dim")
     flops = 2 * heads * widths
     latents = KvGroup("latents", sum(here), token, pair_flops=flops, max_keys=top)
     if not top:

@@ -103,7 +103,9 @@ def test_windows_and_states_of_published_models():
 def test_attention_flops_of_published_models():
     assert kv_groups(LLAMA_3_70B)[0].pair_flops == 2 * 64 * (128 + 128)
     latents, index = kv_groups(DEEPSEEK_V3_2)
-    assert (latents.pair_flops, latents.max_keys) == (2 * 128 * (192 + 128), 2048)
+    (expanded,) = kv_groups(DEEPSEEK_V3)
+    assert (latents.pair_flops, latents.max_keys) == (2 * 128 * (512 + 64 + 512), 2048)
+    assert (expanded.pair_flops, expanded.max_keys) == (2 * 128 * (192 + 128), None)
     assert (index.pair_flops, index.max_keys) == (2 * 64 * 128, None)
 
 
