@@ -48,6 +48,9 @@ def engine_args(
     Hashes of pages include the salt, so pages of different weights never mix. The prefix cache of
     vLLM must stay on.
 
+    Each data-parallel replica of the engine has its own pool and its own tiers, so the machine
+    needs the three sizes once per replica. Tensor-parallel ranks of a replica share them.
+
     Args:
         primary_bytes: the size of vLLM's pool in shared memory.
         host_bytes: the bytes of host memory for our pages.
