@@ -2,115 +2,17 @@
 
 from itertools import count
 
-import numpy as np
 import pytest
 
 from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.kvoffload import Pending
 from primeblocks.testing.faults import ManualClock
 from tests.deadlines import HANG_S
+from tests.kvoffload.vllm.fakes import Scheduler
+from tests.kvoffload.vllm.named_pages import keys_of
 from tests.kvoffload.vllm.specs import PAGE, make_spec
 
 pytestmark = pytest.mark.vllm
-
-STEPS = 200
-
-
-class Scheduler:
-    """A fake of vLLM's: asks for requests in order, loads those that have all they can get."""
-
-    def __init__(self, spec):
-        import vllm
-        from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
-
-        self.planned_first = vllm.__version__.startswith("0.32.")  # before a step's stores
-        self.results, self.context, self.end = LookupResult, ReqContext, ScheduleEndContext
-        self.manager = spec.get_manager()
-        self.rows = np.asarray(self.manager.primary_tier.get_kv_memoryview())
-
-    def request(self, name, **said):
-        context = self.context(name, **said)
-        self.manager.on_new_request(context)
-        return context
-
-    def queue(self, name, numbers, **said):
-        """A request that waits in the engine's queue and would load these pages."""
-        context = self.request(name, **said)
-        self.manager.expect(context, lambda: keys(numbers))
-        return context
-
-    def step(self, *, begins=(), resumes=(), preempts=(), computes=()):
-        for name in (*begins, *resumes):
-            self.manager.leave(name)
-        for is_planned in (self.planned_first, not self.planned_first):
-            if is_planned:
-                self.manager.on_schedule_end(self.end(begins, preempts))
-                continue
-            for number in computes:
-                assert self.manager.prepare_store(keys([number]), self.request(f"new {number}"))
-
-    def settle(self):
-        for _ in range(STEPS):
-            self.manager.on_schedule_end(self.end((), ()))
-            if not self.manager.has_pending_work():
-                return
-            for tier in self.manager.secondary_tiers:
-                tier.drain_jobs()
-        raise AssertionError("transfers do not end")
-
-    def store(self, numbers):
-        for number in numbers:
-            request = self.request(f"store {number}")
-            output = self.manager.prepare_store(keys([number]), request)
-            self.rows[output.store_spec.chunk_ids] = number
-            self.manager.complete_store(keys([number]), request)
-            self.manager.on_request_finished(request)
-            self.settle()
-
-    def serve(self, wanted):
-        """Pages that each request gets from the pool, and the steps that it took them all."""
-        waiting = {name: (self.request(name), numbers) for name, numbers in wanted.items()}
-        served = {}
-        for step in range(STEPS):
-            loading = []
-            for name, (request, numbers) in list(waiting.items()):
-                found, _ = self.manager.unless_waiting(
-                    name, 0, lambda of=(request, numbers): (self._look_up(*of), False)
-                )
-                if found is None:
-                    continue
-                served[name] = numbers[:found]
-                if found:
-                    spec = self.manager.prepare_load(keys(numbers[:found]), request)
-                    assert self.rows[spec.chunk_ids, 0].tolist() == numbers[:found]
-                self.manager.leave(name)
-                loading.append((name, request))
-                del waiting[name]
-            self.manager.on_schedule_end(self.end([name for name, _ in loading], ()))
-            for name, request in loading:
-                self.manager.complete_load(keys(served[name]), request)
-                self.manager.on_request_finished(request)
-            if not waiting:
-                return served, step
-            for tier in self.manager.secondary_tiers:
-                tier.drain_jobs()
-        raise AssertionError(f"{list(waiting)} are never served")
-
-    def _look_up(self, request, numbers):
-        found, defer = 0, False
-        for key in keys(numbers):
-            result = self.manager.lookup(key, request)
-            if result is self.results.MISS:
-                break
-            defer |= result is not self.results.HIT
-            found += result is not self.results.RETRY
-        return None if defer else found
-
-
-def keys(numbers):
-    from vllm.v1.kv_offload.base import make_offload_key
-
-    return [make_offload_key(bytes([number]) * 32, 0) for number in numbers]
 
 
 @pytest.fixture
@@ -277,14 +179,14 @@ def test_chunks_carry_the_hashes_of_their_pages(adapter):
 
     it = Scheduler(make_spec(adapter, pool_pages=10, routes=8))
     request = it.request("a")
-    stored = it.manager.prepare_store(keys([1, 2]), request)
+    stored = it.manager.prepare_store(keys_of([1, 2]), request)
     first, second = stored.store_spec.chunk_ids.tolist()
     one, two = bytes([1]) * 32, bytes([2]) * 32
     assert pages(stored.store_spec, 7, 4) == [(one, first, 7), (two, second, 4)]
-    it.manager.complete_store(keys([1, 2]), request)
-    loaded = it.manager.prepare_load(keys([2]), request)
+    it.manager.complete_store(keys_of([1, 2]), request)
+    loaded = it.manager.prepare_load(keys_of([2]), request)
     assert pages(loaded, 9) == [(two, second, 9)]
-    it.manager.complete_load(keys([2]), request)
+    it.manager.complete_load(keys_of([2]), request)
     it.settle()
     it.rows = None
     it.manager.shutdown()
@@ -311,11 +213,11 @@ def test_the_head_of_the_queue_gets_the_room(scheduler):
     it.store([*range(8), *range(100, 110)])
     head, second = it.queue("head", range(4)), it.queue("second", range(4, 8))
     it.settle()
-    in_pool = [it.manager.primary_tier.lookup(key, head).name == "HIT" for key in keys(range(8))]
+    in_pool = [it.manager.primary_tier.lookup(key, head).name == "HIT" for key in keys_of(range(8))]
     assert in_pool == [True] * 5 + [False] * 3
     assert it._look_up(head, range(4)) == 4
-    it.manager.prepare_load(keys(range(4)), head)
-    it.manager.complete_load(keys(range(4)), head)
+    it.manager.prepare_load(keys_of(range(4)), head)
+    it.manager.complete_load(keys_of(range(4)), head)
     it.settle()
     assert it._look_up(second, range(4, 8)) == 4
     for request in (head, second):
@@ -343,7 +245,7 @@ def test_a_step_looks_up_only_some_pages_ahead(scheduler, adapter, monkeypatch):
     queued = it.queue("queued", range(8))
     for expected in (3, 6, 8):
         it.step()
-        asked = [it.manager.primary_tier.lookup(key, queued).name for key in keys(range(8))]
+        asked = [it.manager.primary_tier.lookup(key, queued).name for key in keys_of(range(8))]
         assert [name != "MISS" for name in asked].count(True) == expected
     it.settle()
     it.manager.on_request_finished(queued)

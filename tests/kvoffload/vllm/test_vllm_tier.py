@@ -8,89 +8,10 @@ import pytest
 from primeblocks.errors import UsageError
 from primeblocks.kvoffload import Loaded, Pending, Saved
 from primeblocks.testing.faults import ManualClock
+from tests.kvoffload.vllm.fakes import PAGE, ROW, Pool
 from tests.kvoffload.vllm.named_pages import ROWS, hash_of, keys_of, routes_of
-from tests.kvoffload.vllm.specs import config_of
 
 pytestmark = pytest.mark.vllm
-
-PAGE, ROW = 8000, 12288  # bytes of keys and values, of a row of the pool
-FRAME, CHUNKS = 8192, 8  # a page and its routes in our store, chunks of the pool
-
-
-class Pool:
-    """A fake of what surrounds the tier: vLLM's pool, its jobs and its requests."""
-
-    def __init__(self, adapter, tmp_path=None, *, routes=True, model="m", **how):
-        self.adapter = adapter
-        self.tail = adapter.routes.Tail(PAGE, ROWS) if routes else None
-        self.rows = np.zeros((CHUNKS, ROW), np.int8)
-        disk = {} if tmp_path is None else {"disk_path": str(tmp_path), "disk_bytes": 8 * FRAME}
-        spec = _fake_spec()
-        spec.config, spec.tail = config_of(page=PAGE, model=model), self.tail
-        self.tier = adapter.StoreTier(
-            spec, memoryview(self.rows), "StoreTier", host_bytes=64 * FRAME, **disk, **how
-        )
-        self.jobs = 0
-
-    def request(self, **said):
-        from vllm.v1.kv_offload.base import ReqContext
-
-        context = ReqContext("r", self.adapter.request_args(**said)["kv_transfer_params"])
-        self.tier.on_new_request(context)
-        return context
-
-    def submit(self, move, keys, chunks, context):
-        from vllm.v1.kv_offload.tiering.base import TransferJob
-
-        self.jobs += 1
-        is_load = move == self.tier.submit_load
-        move(TransferJob(self.jobs, keys, np.array(chunks), is_load, context))
-
-    def job(self, move, keys, chunks, context):
-        self.submit(move, keys, chunks, context)
-        self.tier.drain_jobs()
-        (result,) = self.tier.get_finished_jobs()
-        assert result.job_id == self.jobs
-        return [key in result.successful_keys for key in keys]
-
-    def store(self, numbers, context, *, routes=True):
-        """Fill chunks with pages of these numbers, with their routes, and store them."""
-        for chunk, number in enumerate(numbers):
-            self.rows[chunk] = -1
-            self.rows[chunk, :PAGE] = number
-            if routes:
-                self.tail.write(self.rows[chunk], hash_of(number), routes_of(number))
-        chunks = range(len(numbers))
-        return self.job(self.tier.submit_store, keys_of(numbers), chunks, context)
-
-    def load(self, numbers, context):
-        self.rows[:] = 99
-        chunks = range(CHUNKS - len(numbers), CHUNKS)
-        found = self.job(self.tier.submit_load, keys_of(numbers), chunks, context)
-        for chunk, number, hit in zip(chunks, numbers, found, strict=True):
-            assert (self.rows[chunk, :PAGE] == (number if hit else 99)).all()
-        return found
-
-    def routes(self, numbers):
-        chunks = range(CHUNKS - len(numbers), CHUNKS)
-        return [
-            self.tail.read(self.rows[chunk], hash_of(number))
-            for chunk, number in zip(chunks, numbers, strict=True)
-        ]
-
-    def holds(self, number, context):
-        return self.tier.lookup(keys_of([number])[0], context).name == "HIT"
-
-
-def _fake_spec():
-    from vllm.v1.kv_offload.base import OffloadingSpec
-
-    class FakeSpec(OffloadingSpec):
-        def __init__(self): ...
-        def get_manager(self): ...
-        def get_worker(self, kv_caches): ...
-
-    return FakeSpec()
 
 
 @pytest.fixture
