@@ -93,6 +93,8 @@ def _updated(llm, trainer):
             _plan_without(trainer.model, f"layers.1.{part}"),
             trainer.transport,
         )
+    wide = describe({"model.embed_tokens.weight": torch.zeros(1000, 64)})
+    saw["wide"] = error_of(adapter.attach_llm, llm, plan_sync([wide], wide), trainer.transport)
     adapter.attach_llm(llm, trainer.plan, trainer.transport)
     trainer.flip(1)
     saw["corrupt"], saw["after_corrupt"] = error_of(update, first), now()
@@ -247,6 +249,13 @@ def test_a_manifest_that_fills_a_parameter_in_part_is_refused(offline):
     kind, message = offline["mlp.experts.3.up_proj.weight"]
     assert kind == "PlanError"
     assert "lacks elements of 1 parameters, such as model.layers.1.mlp.experts" in message
+
+
+def test_a_manifest_on_which_the_loader_fails_is_refused(offline):
+    kind, message = offline["wide"]
+    assert kind == "UnsupportedError"
+    assert "Qwen3MoeForCausalLM cannot be updated: the loader fails without values" in message
+    assert "at 'model.embed_tokens.weight': AssertionError" in message
 
 
 def test_int8_layers_are_described_and_refused(tmp_path):

@@ -137,6 +137,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         Raises:
             PlanError: the plan has no such reader, the reader lacks boxes of this worker, or the
                 target manifest lacks elements of a parameter.
+            UnsupportedError: the model's loader fails on the target manifest without values.
         """
         rank = self.parallel_config.rank % self.parallel_config.world_size
         reader = first_reader + rank if len(plan.wants) > 1 else 0
@@ -145,6 +146,12 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._updated = self._with_drafts(plan.target) or self.model
         reads, self._direct, lacking = record_load(self._updated, plan.target, self.vllm_config)
         self._reads = reads
+        if len(reads.lost) == len(plan.target):  # Otherwise nothing would check an update.
+            raise UnsupportedError(
+                f"{type(self.model).__name__} cannot be updated: "
+                f"{next(iter(reads.lost.values()))}. Plan with the names and shapes of the "
+                "checkpoint that this engine was started with."
+            )
         if lacking:
             raise PlanError(
                 f"the target manifest lacks elements of {len(lacking)} parameters, such as "
