@@ -154,6 +154,7 @@ MORE = {
     "qwen3": 5,
 }
 LATENT = ("deepseek_v3", "glm4_moe_lite")
+DENSE = ("llama", "qwen3")
 
 
 @pytest.fixture(params=[*FEW, *MORE])
@@ -178,8 +179,7 @@ def _alone(folder, family):
     checkpoint = convert.targets.whole()
     plan = plan_sync([describe(model)], checkpoint, bucket_bytes=1 << 20, convert=convert)
     llm = vllm.LLM(str(folder / "model"), dtype="bfloat16", **ENGINE, **adapter.engine_args())
-    core = llm.llm_engine.engine_core.engine_core
-    engine = core.model_executor.driver_worker.worker.get_model()
+    engine = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.get_model()
 
     def say():
         prompts = [{"prompt_token_ids": ids} for ids in PROMPTS[:2]]
@@ -228,10 +228,52 @@ def _alone(folder, family):
                 change["behind"] = look()
                 held()[n].copy_(new)
             changes[name] = change
+        found["broken"] = _broken(engine, update, 100), say() == said[-1]
+        found["exhausted"] = _exhausted(engine, update, 101)
         for name, tensor in vectors.values():
             tensor.copy_(olds[name])
-        said.append(update(len(vectors) + 1))
+        found["new memory"] = _dims(lambda: said.append(update(102)))
     return found, changes, said
+
+
+def _broken(engine, update, version):
+    """The error of an update whose first load ends before the last layer."""
+    load, loads = engine.load_weights, []
+
+    def ends(tensors):
+        for name, tensor in tensors:
+            if "layers.1." in name and len(loads) == 1:
+                raise RuntimeError("broken")
+            yield name, tensor
+
+    engine.load_weights = lambda tensors: loads.append(0) or load(ends(tensors))
+    error = error_of(update, version)
+    engine.load_weights = load
+    return error
+
+
+def _exhausted(engine, update, version):
+    """The error of an update while layers get no memory, and what is left without memory."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    def out_of_memory(*_):
+        raise MemoryError
+
+    materialize, layerwise.materialize_layer = layerwise.materialize_layer, out_of_memory
+    kind, message = error_of(update, version)
+    layerwise.materialize_layer = materialize
+    return kind, message, [name for name, one in engine.named_parameters() if one.is_meta]
+
+
+def _dims(act):
+    """How many dims each tensor has that gets new memory in an update."""
+    from vllm.model_executor.model_loader.reload import meta
+
+    made, materialize = [], meta.materialize_meta_tensor
+    meta.materialize_meta_tensor = lambda one: made.append(one.ndim) or materialize(one)
+    act()
+    meta.materialize_meta_tensor = materialize
+    return made
 
 
 def test_a_sink_a_bias_or_a_norm_that_changes_alone_arrives_and_is_named(alone):
@@ -255,6 +297,12 @@ def test_a_sink_a_bias_or_a_norm_that_changes_alone_arrives_and_is_named(alone):
     # What it says changes with each vector, and is what a fresh engine says at both ends.
     assert all(one != other for one, other in pairwise(said[1:]))
     assert said[0] == said[1] == said[-1]
+    (kind, message), same = found["broken"]
+    assert (kind, same) == ("TransferError", True), message
+    kind, message, empty = found["exhausted"]
+    assert (kind, empty) == ("EngineError", []), message
+    # The loader of gpt_oss writes experts itself. New memory would be for all layers at a time.
+    assert (3 in found["new memory"]) == (family not in ("gpt_oss", *DENSE))
 
 
 def test_the_notebook_names_what_it_breaks(tmp_path):

@@ -22,6 +22,7 @@ __all__ = [
     "Recorded",
     "WithDrafts",
     "begin_reload",
+    "give_memory",
     "record_load",
     "refresh_copies",
     "tied",
@@ -205,6 +206,31 @@ def begin_reload(model: Any) -> dict[str, str]:
         if own in mine and its in held:  # Kernels may have added other ones.
             mine[own] = held[its]
     return names
+
+
+def give_memory(layer: Any) -> None:
+    """Give memory to a layer of a begun reload, for a loader that writes to parameters itself.
+
+    A tensor that kernels use in the shape of the checkpoint gets the kernel's memory. All such
+    layers together may not fit into the device a second time. So a load that fails leaves values of
+    two versions, and the receiver loads the previous version again.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    info = layerwise.get_layerwise_info(layer)
+    assert info.kernel_tensors is not None, "a reload has begun"
+    held = {name: one.data for each in info.kernel_tensors for name, one in each.items()}
+    for name, empty in layerwise.get_layer_tensors(layer).items():
+        own = held.get(name)
+        if own is not None and empty.is_meta and _is_laid_out_as(own, empty):
+            own.__class__, own.__dict__ = empty.__class__, empty.__dict__.copy()
+            setattr(layer, name, own)
+    layerwise.materialize_layer(layer, info)
+
+
+def _is_laid_out_as(one: Tensor, other: Tensor) -> bool:
+    same = one.dtype == other.dtype and one.shape == other.shape
+    return same and one.stride() == other.stride()
 
 
 def refresh_copies(model: Any) -> None:

@@ -41,7 +41,15 @@ from ...plan import Plan
 from ...receive import Subscriber
 from ..wires import open_transport
 from .kernels import observe_worker
-from .loads import WithDrafts, begin_reload, record_load, refresh_copies, unfilled, with_drafts
+from .loads import (
+    WithDrafts,
+    begin_reload,
+    give_memory,
+    record_load,
+    refresh_copies,
+    unfilled,
+    with_drafts,
+)
 from .lora_worker import Adapters
 
 with needs("vllm", extra="vllm"):
@@ -241,9 +249,9 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 layer.kv_b_proj.weight = nn.Parameter(weight, requires_grad=False)
         owners = begin_reload(model)
         direct = [model.get_submodule(prefix) for prefix in self._direct]
-        for layer in direct:
-            layerwise.materialize_layer(layer, layerwise.get_layerwise_info(layer))
         try:
+            for layer in direct:
+                give_memory(layer)
             loaded = model.load_weights(tensors)
             if missing := unfilled(model, loaded, self.vllm_config, owners):
                 raise TransferError(
