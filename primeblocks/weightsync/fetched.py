@@ -200,15 +200,23 @@ class Feed:
 
     Args:
         convert: the wiring from the plan's tensors to the tensors that the load gets.
+        written: the names of tensors that an earlier load wrote to. The load gets copies of these,
+            because kept bytes are the base of the next delta. This load's names are added.
     """
 
     def __init__(
-        self, plan: Plan, reader: int, fetched: Fetched, convert: Wiring | None, pool: Executor
+        self,
+        plan: Plan,
+        reader: int,
+        fetched: Fetched,
+        convert: Wiring | None,
+        written: set[str],
+        pool: Executor,
     ) -> None:
         assert fetched.held is not None
         self._plan, self._pool = plan, pool
         self._source, self._marker = fetched.held, fetched.marker
-        self._wants, self._convert = plan.wants[reader], convert
+        self._wants, self._convert, self._written = plan.wants[reader], convert, written
         self.names = list(self._wants if convert is None else convert.targets)
         self._uses = Counter(source for name in self.names for source in self._made_of(name))
         self._copies = None
@@ -237,7 +245,12 @@ class Feed:
         Each tensor is valid until the next one.
         """
         for name in self.names:
-            yield name, self._tensor(name)
+            tensor = self._tensor(name)
+            before = _writes(tensor)
+            yield name, tensor
+            if _writes(tensor) != before and name not in self._written:
+                self._written.add(name)
+                self._held.stays = isinstance(self._held, Sealed)  # Others are no base now.
             if self._copies is not None:
                 for source in self._made_of(name):
                     self._uses[source] -= 1
@@ -258,7 +271,8 @@ class Feed:
     def _tensor(self, name: str) -> Tensor:
         if self._convert is None:
             (box,) = self._wants[name]
-            return self._box(name, box)
+            held = self._box(name, box)
+            return held.clone() if self._copies is None and name in self._written else held
         spec, pieces = self._convert.targets[name], self._convert.by_target[name]
         made = torch.zeros(spec.shape, dtype=spec.dtype, device="cpu")  # Padding is zero.
         for piece in pieces:
@@ -279,9 +293,20 @@ class Feed:
         _check_bucket(self._plan, index, self._source, self._marker, into=into)
 
 
+def _writes(tensor: Tensor) -> int:
+    """Return torch's count of writes, which tensors of inference mode do not have."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 @contextmanager
 def feeding(
-    plan: Plan, reader: int, fetched: Fetched, convert: Wiring | None, *, threads: int
+    plan: Plan,
+    reader: int,
+    fetched: Fetched,
+    convert: Wiring | None,
+    written: set[str],
+    *,
+    threads: int,
 ) -> Iterator[Feed]:
     """Open a `Feed` for the duration of one load."""
     lent, cores = isinstance(fetched.held, Lent), len(os.sched_getaffinity(0))
@@ -292,7 +317,7 @@ def feeding(
     most = cores if before else 2 if lent else 1
     assert fetched.held is not None
     with used(fetched.held), pool_of(min(most, threads)) as pool:
-        feed = Feed(plan, reader, fetched, convert, pool)
+        feed = Feed(plan, reader, fetched, convert, written, pool)
         try:
             if before:
                 feed.check()

@@ -124,6 +124,7 @@ class Subscriber:
         self._last: Fetched | None = None
         self._next: Fetched | None = None
         self._memory, self._counted = CachingAllocator(), Counted(None)
+        self._written = set[str]()  # The names of tensors that `load` writes to.
         self._busy = threading.Lock()
         self._closed = False
 
@@ -381,7 +382,7 @@ class Subscriber:
                 yield name, tensor
                 counted.add(tensor.nbytes)
 
-        with feeding(plan, reader, fetched, self._convert, threads=threads) as feed:
+        with feeding(plan, reader, fetched, self._convert, self._written, threads=threads) as feed:
             self._load(tensors(feed))
         if taken < len(feed.names):
             raise TransferError(

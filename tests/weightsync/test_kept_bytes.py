@@ -76,6 +76,33 @@ def test_a_load_that_writes_spoils_no_base_of_a_delta(shared, writes):
     assert shared.markers()[-1].base == 7
 
 
+def test_what_a_load_wrote_to_once_is_lent_as_a_copy(shared):
+    pair = Pair(shared, torch.Tensor.zero_)
+    for version in range(1, 5):
+        size = pair.publish(version).bytes
+        assert pair.receive().bytes == size
+        assert pair.holds()
+    last = dict(pair.got)
+    pair.publish(5)
+    pair.failures = 1
+    with pytest.raises(TransferError, match="Version 4 was loaded again"):
+        pair.receive()
+    assert all(torch.equal(pair.got[name], tensor) for name, tensor in last.items())
+
+
+def test_bytes_that_the_first_load_wrote_to_are_not_kept(shared):
+    pair = Pair(shared, torch.Tensor.zero_)
+    pair.publish(1)
+    pair.publish(2)
+    pair.receive()  # A full version and a delta.
+    right = dict(pair.got)
+    Publisher(pair.plan, pair.weights, shared).publish(3, timeout_s=HANG_S)  # In full.
+    pair.failures = 1
+    with pytest.raises(TransferError, match="Version 2 was loaded again"):
+        pair.receive()
+    assert all(torch.equal(pair.got[name], tensor) for name, tensor in right.items())
+
+
 @pytest.mark.parametrize("verifies", [False, True])
 def test_what_is_loaded_again_is_checked_again(shared, verifies):
     pair = Pair(shared, lambda x: x.mul_(2))
@@ -83,7 +110,7 @@ def test_what_is_loaded_again_is_checked_again(shared, verifies):
         pair.publish(version)
         pair.receive()
     right = pair.weights["a"].clone()
-    pair.publish(3)
+    Publisher(pair.plan, pair.weights, shared).publish(3, timeout_s=HANG_S)  # In full.
     pair.failures = 1
     with pytest.raises(TransferError, match="Version 2 was loaded again"):
         pair.receive(3)
@@ -98,7 +125,7 @@ def test_what_is_loaded_again_is_checked_again(shared, verifies):
 
 
 def test_a_torn_engine_does_not_get_what_its_load_wrote_to(shared):
-    pair = Pair(shared, lambda x: x.mul_(2))
+    pair = Pair(shared, through_numpy)
     for version in (1, 2):
         pair.publish(version)
         pair.receive()
