@@ -1,5 +1,6 @@
 """Adapters as named tensors: PEFT's own names, what is refused, sharded trainers."""
 
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -8,8 +9,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from primeblocks.errors import PlanError, ShapeError, UnsupportedError, UsageError
 from primeblocks.testing import ranks, tiny_models
@@ -151,6 +154,18 @@ def test_one_adapter_of_several():
 
 
 @NEEDS_PEFT
+@pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), checkpoint_wrapper])
+def test_names_come_without_wrappers(wrap):
+    model = peft_model()
+    plain = adapter_parameters(model)
+    layers = model.base_model.model.model.layers
+    layers[1] = wrap(layers[1])
+    wrapped = adapter_parameters(model)
+    assert wrapped.keys() == plain.keys()
+    assert all(wrapped[name] is one for name, one in plain.items())
+
+
+@NEEDS_PEFT
 def test_heads_that_are_trained_along_are_refused():
     with pytest.raises(UnsupportedError, match="modules_to_save"):
         adapter_parameters(peft_model(modules_to_save=["lm_head"]))
@@ -164,7 +179,9 @@ def _sharded_adapter(path):
     model = nn.ModuleDict({"base_model": nn.ModuleDict({"model": nn.ModuleDict({"q": layer})})})
     whole = {name: tensor.detach().clone() for name, tensor in adapter_parameters(model).items()}
     fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    layer.unshard()
     sharded = adapter_parameters(model)
+    assert all(isinstance(tensor, DTensor) for tensor in sharded.values())
     manifests = gather_manifests(describe(sharded))
     plan = plan_sync(manifests, manifests[0].whole(), bucket_bytes=64)
     assert AdapterSpec("x", rank=4, alpha=1.0).modules(plan.target) == {"q": (6, 5)}

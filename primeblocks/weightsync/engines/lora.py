@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...errors import PlanError, ShapeError, UnsupportedError, UsageError
-from ..manifest import Manifest
+from ..manifest import Manifest, named_tensors
 
 __all__ = ["AdapterSpec", "adapter_parameters"]
 
@@ -147,19 +147,20 @@ class AdapterSpec:
 def adapter_parameters(model: nn.Module, *, adapter: str = "default") -> dict[str, Tensor]:
     """Return the LoRA parameters of a PEFT model, under their names in PEFT's files. Local.
 
-    The result contains the live parameters without copies, and DTensors stay sharded.
+    The result contains the live parameters without copies, and DTensors stay sharded. Names come
+    without the parts that torch.compile and activation checkpoints add.
 
     Args:
         adapter: PEFT's name of the adapter in the model.
 
     Raises:
-        PlanError: the model has no such adapter.
+        PlanError: the model has no such adapter, or as for `describe`.
         UnsupportedError: the adapter has parameters other than A and B, such as DoRA's magnitudes.
     """
     parts = re.compile(rf"(?P<stem>.+\.lora_[AB])\.{re.escape(adapter)}\.weight")
     others = re.compile(rf".+\.(lora_\w+|modules_to_save)\.{re.escape(adapter)}(\..+)?")
     found: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_tensors(model).items():
         match = parts.fullmatch(name)
         if match is not None:
             found[match["stem"] + ".weight"] = parameter
