@@ -145,6 +145,11 @@ def test_a_sharded_model_has_the_checkpoint_of_the_whole_one(tmp_path):
     ranks.run(_shards, tmp_path, world_size=2)
 
 
+def test_a_compiled_model_has_the_checkpoint_of_the_plain_one():
+    model = tiny_models.build("mixtral", **SIZES)
+    assert to_checkpoint(torch.compile(model, backend="eager")) == to_checkpoint(model)
+
+
 def doubled(of):
     class Doubled(of.ConversionOps):
         reverse_op = property(lambda self: self)

@@ -72,6 +72,7 @@ def to_checkpoint(model: PreTrainedModel, *manifests: Manifest) -> Wiring:
 
 def _unsharded(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model without memory. transformers looks up class names, which FSDP2 changes."""
+    model = getattr(model, "_orig_mod", model)  # As torch.compile wraps it.
     kind: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
     with torch.device("meta"):
         whole: PreTrainedModel = kind(deepcopy(model.config))
