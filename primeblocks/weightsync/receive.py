@@ -21,8 +21,7 @@ All state is in memory. If the process dies, the next one starts EMPTY and fetch
 holds its lease (`lease_s`) only while it fetches. Other readers continue. Only the readers of a
 `GroupTransport` vote, in `settle`. If a reader dies before its vote, the publisher and the other
 readers raise TransferError by their deadlines, and keep their version. If it dies after its vote,
-the others load. In both cases, the next publish needs new transports on all ranks. Until then, the
-restarted reader gets nothing.
+the others load. In both cases, the next publish needs new transports on all ranks.
 """
 
 from __future__ import annotations

@@ -198,8 +198,7 @@ def _send(tensor: Deferred, group: dist.ProcessGroup) -> None:
         part = None if box is None else piece.filled_by(box)
         if box is not None and part is not None:
             cut = local_part(held).detach()[part.box.within(box).slices]
-            # gloo's sends and receives do not follow `set_timeout`.
-            dist.isend(cut.cpu().contiguous(), 0, group=group).wait(PATIENCE)
+            _end(dist.isend(cut.cpu().contiguous(), 0, group=group))
 
 
 def _receive(tensor: Deferred, boxes: list[dict[str, Shard]], group: dist.ProcessGroup) -> Tensor:
@@ -217,12 +216,18 @@ def _receive(tensor: Deferred, boxes: list[dict[str, Shard]], group: dist.Proces
             dims = [d for d in part.dims if d is not None]
             if dims == sorted(dims) and target.dtype == held.dtype and target.is_contiguous():
                 # Without a second copy of the part.
-                dist.irecv(target.view(part.box.sizes), rank, group=group).wait(PATIENCE)
+                _end(dist.irecv(target.view(part.box.sizes), rank, group=group))
                 continue
             staged = torch.empty(part.box.sizes, dtype=held.dtype)
-            dist.irecv(staged, rank, group=group).wait(PATIENCE)
+            _end(dist.irecv(staged, rank, group=group))
             target.copy_(part.arrange(staged))
     return out
+
+
+def _end(work: dist.Work | None) -> None:
+    """Wait for a send or a receive. In gloo, these do not follow the timeout of their group."""
+    assert work is not None
+    work.wait(PATIENCE)
 
 
 @contextmanager
