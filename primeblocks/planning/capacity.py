@@ -227,7 +227,8 @@ def plan_capacity(
         page_tokens: number of tokens in a page: the engine's block size.
         host_bytes: host memory of all machines together, for rollouts that do not fit on the GPUs.
             Host memory stores the pages of every rank, as vLLM does, with copies of heads. If all
-            groups are named "latents" or "index keys", host memory stores a page once.
+            groups are named "latents" or "index keys" and have one head, host memory stores a page
+            once.
         disk_bytes: bytes of all disks together, for rollouts that do not fit in host memory.
 
     Raises:
@@ -249,7 +250,7 @@ def plan_capacity(
             f"weights need {-room} bytes more on each of {data * tensor} GPUs. "
             "Raise tensor, gpus or memory_fraction, or spread experts."
         )
-    copies = 1 if all(group.name in _LATENTS for group in groups) else tensor
+    copies = 1 if all(each.name in _LATENTS and each.heads == 1 for each in groups) else tensor
     tiers, left = _place(load, data, copies=copies, limits=limits)
     priced = [(prompts, kind, False) for kind, prompts in left]
     priced += [(prompts * (kind.samples - 1), kind, True) for kind, prompts in left]

@@ -55,6 +55,8 @@ NEVER_ROUNDED = (
     "mlp.gate.bias",
     "router_bias",
     "mlp.gate.weight",
+    "mlp.gate.weight_1",
+    "mlp.gate.wg.weight",
     "moe.gate.weight",
     "mixer.gate.weight",
     "router.gate.weight",

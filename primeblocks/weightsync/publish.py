@@ -110,8 +110,8 @@ class Publisher:
         not send weights. If another rank hangs, the call ends two seconds after `timeout_s`.
 
         Cost: one copy and one XXH3-128 of the bytes that this rank sends, in up to four threads,
-        and eight small all-gathers. A delta costs one more pass over the bytes of the previous
-        version.
+        and four exchanges of small messages. A delta costs one more pass over the bytes of the
+        previous version.
 
         Args:
             progress: called after each bucket, with the number of bytes that this rank has read so

@@ -84,15 +84,15 @@ class Subscriber:
             gets the targets of the wiring one at a time, in new memory.
         threads: the largest number of threads that check bytes.
         check: "before" checks every byte before `load` gets the first tensor. "ahead" checks a
-            tensor while `load` copies earlier tensors, or after `load_into` has copied the tensor.
+            tensor while `load` copies earlier tensors, or after `load_into`, if it casts no tensor.
             "ahead" is faster, but may find damage in the middle of a load. `receive` then loads the
             previous version again. "ahead" works like "before" for a delta, for a reader of a
             group, and if the previous version is not kept. "ahead" usually also works like "before"
             if torch's threads use all cores. With both values, `load` gets checked copies if other
             processes may still write to the bytes.
         observe: a function that returns the engine's tensors by the names that `load` got. After a
-            load, each tensor must equal what `load` got, bit for bit. A router is compared after a
-            cast. If a tensor differs, the load has failed. Without `observe`, nothing is compared.
+            load, each tensor must equal what `load` got, bit for bit, and the load fails otherwise.
+            Tensors that `describe` does not round may be cast.
 
     Raises:
         PlanError: the plan has no such reader, or `convert` does not fit the reader's boxes.
@@ -239,13 +239,13 @@ class Subscriber:
             raise ClosedError("this Subscriber was closed. Make a new Subscriber.")
         version = None if version is None else check_version(version)
         ready = self._next
-        if ready is not None and not loads and replaced(ready.marker, self._transport.markers()):
-            ready = None  # `receive` loads what `verify` has checked, even of an ended trainer.
-        if ready is None or ready.held is None or version not in (None, ready.marker.version):
-            self._drop_next()
-            ready = self._fetch(version, deadline, served=self._served, loads=loads)
-            self._next = ready
-        return ready
+        is_kept = ready is not None and ready.held and version in (None, ready.marker.version)
+        # `receive` loads what `verify` has checked, even of an ended trainer.
+        if ready and is_kept and (loads or not replaced(ready.marker, self._transport)):
+            return ready
+        self._drop_next()
+        self._next = self._fetch(version, deadline, served=self._served, loads=loads)
+        return self._next
 
     def _drop_next(self) -> None:
         """Release the bytes of the next version, but remember that they were checked."""

@@ -42,9 +42,9 @@ def announce(
     Args:
         where: the name of a new `SharedMemoryTransport`, or this rank's end of a transport.
         parameters: as for `describe`.
-        dtype: the dtype in which floats are sent, except codes, scales, and routers (as for
-            `describe`). With None, each tensor keeps its own dtype. Pass None if you pass
-            both `convert` and `encode`.
+        dtype: the dtype in which floats are sent, except codes, scales, and the tensors that
+            `describe` does not round. With None, each tensor keeps its own dtype. Pass None if you
+            pass both `convert` and `encode`.
         convert: as for `plan_sync`. The engines' tensors have the names and shapes that are in
             `convert.targets`.
         encode: as for `Publisher`.

@@ -292,7 +292,7 @@ def test_ranks_are_not_asked_after_the_deadline(monkeypatch):
     (found,) = PackedTransport(commits, WireCarrier(LocalWire())).receive(request)
     with pytest.raises(DeadlineError, match="1 of 3 ranks"):
         found.whole()
-    assert asked == ["rank-0"]
+    assert len(asked) == 1  # A fetch begins at any rank.
 
 
 def test_what_is_lent_for_a_time_is_copied_in_that_time(monkeypatch):

@@ -1,5 +1,6 @@
 """Recorded loads of vLLM's own loaders, held to what they write: from where, and where to."""
 
+import logging
 import multiprocessing
 import os
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import describe, plan_sync
-from primeblocks.weightsync.adapters.vllm.loads import record_load
+from primeblocks.weightsync.adapters.vllm.loads import casts_untold, record_load
 from primeblocks.weightsync.convert.conversion import record_reads
 from primeblocks.weightsync.manifest import NEVER_ROUNDED
 from tests.deadlines import START_S
@@ -177,3 +178,26 @@ def _shared():
     checkpoint = describe({"layer.weight": torch.zeros(4, 4)}).whole()
     lacking = record_load(model, checkpoint, config).lacking
     return lacking, {name: one.device.type for name, one in model.named_parameters()}
+
+
+def test_a_cast_of_what_is_not_rounded_is_no_warning():
+    told = call(_told)
+    assert told == ["mlp.gate_up_proj.weight"]
+
+
+def _told():
+    """Names of what vLLM warns of, that are loaded in float32 into bfloat16."""
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    names = ["mlp.gate.weight", "mlp.gate_up_proj.weight"]
+    model, told = nn.Module(), []
+    model.mlp = nn.ModuleDict(
+        {name.split(".")[1]: nn.Linear(4, 4, bias=False, dtype=torch.bfloat16) for name in names}
+    )
+    log = logging.getLogger("vllm.model_executor.models.utils")
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.args[0])
+    log.addHandler(handler)
+    with casts_untold():
+        AutoWeightsLoader(model).load_weights((name, torch.ones(4, 4)) for name in names)
+    return told

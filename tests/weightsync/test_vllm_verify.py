@@ -154,7 +154,7 @@ MORE = {
     "qwen3": 5,
 }
 LATENT = ("deepseek_v3", "glm4_moe_lite")
-DENSE = ("llama", "qwen3")
+WITHOUT_EXPERTS = ("llama", "qwen3")
 
 
 @pytest.fixture(params=[*FEW, *MORE])
@@ -302,7 +302,7 @@ def test_a_sink_a_bias_or_a_norm_that_changes_alone_arrives_and_is_named(alone):
     kind, message, empty = found["exhausted"]
     assert (kind, empty) == ("EngineError", []), message
     # The loader of gpt_oss writes experts itself. New memory would be for all layers at a time.
-    assert (3 in found["new memory"]) == (family not in ("gpt_oss", *DENSE))
+    assert (3 in found["new memory"]) == (family not in ("gpt_oss", *WITHOUT_EXPERTS))
 
 
 def test_the_notebook_names_what_it_breaks(tmp_path):

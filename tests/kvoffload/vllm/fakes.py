@@ -68,9 +68,7 @@ class Scheduler:
         for step in range(STEPS):
             loading = []
             for name, (request, numbers) in list(waiting.items()):
-                found, _ = self.manager.unless_waiting(
-                    name, 0, lambda of=(request, numbers): (self._look_up(*of), False)
-                )
+                found = self._look_up(request, numbers)
                 if found is None:
                     continue
                 served[name] = numbers[:found]

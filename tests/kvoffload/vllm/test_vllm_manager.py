@@ -1,7 +1,5 @@
 """Our manager and tier under a scheduler that is a loop: who gets pages through a small pool."""
 
-from itertools import count
-
 import pytest
 
 from primeblocks.errors import PlanError, UnsupportedError
@@ -46,57 +44,6 @@ def test_every_request_gets_all_its_pages(scheduler, pool_pages):
     served, steps = it.serve(wanted)
     assert served == wanted
     assert steps <= 24
-
-
-def test_requests_that_wait_for_their_turn_are_looked_up_once_per_turn(scheduler, monkeypatch):
-    it = scheduler(pool_pages=4)
-    wanted = {f"r{index}": list(range(4 * index, 4 * index + 4)) for index in range(6)}
-    it.store([*range(24), *range(100, 124)])
-    looks, look_up = [], it._look_up
-    monkeypatch.setattr(it, "_look_up", lambda *of: looks.append(of[0].req_id) or look_up(*of))
-    (tier,) = it.manager.secondary_tiers
-    polls, finished = count(), tier.get_finished_jobs
-    monkeypatch.setattr(tier, "get_finished_jobs", lambda: () if next(polls) % 9 else finished())
-    served, steps = it.serve(wanted)
-    assert served == wanted
-    assert steps >= 5 * 9
-    # Once in the first step, after each turn that ends, and in the steps of its own turn.
-    most = {f"r{index}": 1 + index + 9 for index in range(6)}
-    assert all(looks.count(name) <= limit for name, limit in most.items()), looks
-
-
-@pytest.mark.parametrize("change", ["leaves", "time", "tokens"])
-def test_a_request_that_waits_is_looked_up_again_after_a_change(scheduler, change):
-    it, clock = scheduler(pool_pages=2), ManualClock()
-    it.manager._clock = it.manager._turns._clock = clock.now
-    it.store([*range(4), *range(10, 14)])
-    first, second = it.request("first"), it.request("second")
-    looks = []
-
-    def ask(computed=0, *, found=None):
-        def look():
-            looks.append(computed)
-            waits = None if computed else it._look_up(second, [2, 3])
-            return waits if found is None else found, False
-
-        return it.manager.unless_waiting("second", computed, look)
-
-    assert it._look_up(first, [0, 1]) is None
-    for _ in range(2):  # pages of another group, and no room in the engine
-        assert ask(found=2) == (2, False)
-    for _ in range(3):
-        assert ask() == (None, False)
-    assert looks == [0] * 3
-    if change == "leaves":
-        it.manager.leave("first")
-    elif change == "time":
-        clock.advance(2 * HANG_S)
-    for _ in range(2 if change == "tokens" else 1):  # then it waits for its own pages
-        ask(int(change == "tokens"))
-    assert looks[3:] == ([1, 1] if change == "tokens" else [0])
-    for request in (first, second):
-        it.manager.on_request_finished(request)
-    it.settle()
 
 
 def test_a_prompt_longer_than_the_pool_gets_what_fits(scheduler):

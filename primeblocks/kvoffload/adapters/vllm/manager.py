@@ -64,8 +64,6 @@ class Speeds:
 @dataclass
 class _Turn:
     waits_until_s: float | None = None
-    is_later: bool = False  # whether it was told to wait for its turn, since the last look
-    waits_at: tuple[int | None, int] | None = None  # computed tokens, turns that ended
     pages: set[Hashable] = field(default_factory=set)
 
 
@@ -90,7 +88,6 @@ class Turns:
         self._patience_s = patience_s
         self._clock = clock
         self._turns: dict[str, _Turn] = {}
-        self._ended = 0  # turns
         self._ahead: dict[str, set[Hashable]] = {}
         self._users = Counter[Hashable]()  # by page: the requests that asked
         self._all_users = Counter[Hashable]()  # and the requests whose pages are loaded ahead
@@ -112,7 +109,6 @@ class Turns:
             return "go on"
         needed = len(self._users) + (page not in self._users)
         if not self.is_first(request) and needed > self._capacity:
-            turn.is_later = True
             return self.wait(request)
         self.hold(request, page)
         return "come"
@@ -137,23 +133,10 @@ class Turns:
             turn.waits_until_s = now + self._patience_s(request)
         return "wait" if now < turn.waits_until_s else "go on"
 
-    def looked(self, request: str, *, computed: int | None) -> None:
-        """Note the computed tokens of a request that waits after a look, or None if it need not."""
-        if (turn := self._turns.get(request)) is not None:
-            turn.waits_at = (computed, self._ended) if turn.is_later else None
-            turn.is_later = False
-
-    def still_waits(self, request: str, *, computed: int) -> bool:
-        """Return whether a request waits for its turn, and no turn ended since the last look."""
-        turn = self._turns.get(request)
-        is_same = turn is not None and turn.waits_at == (computed, self._ended)
-        return is_same and self.wait(request) == "wait"
-
     def leave(self, request: str) -> None:
         _remove(self._all_users, self._ahead.pop(request, ()))
         turn = self._turns.pop(request, None)
         if turn is not None:
-            self._ended += 1
             _remove(self._users, turn.pages)
             _remove(self._all_users, turn.pages)
 
@@ -198,7 +181,6 @@ class StoreManager(TieringOffloadingManager):
     - A request waits for room in the pool if a tier has its page. It waits at most the time that a
       load saves (`Speeds`). Stock vLLM treats a full pool as a miss and computes the rest of the
       prompt. In stock vLLM, requests evict each other's pages before any request has all its pages.
-      While a request waits for earlier requests, a step does not look up its pages again.
     - Pages of queued requests come into the pool before they are scheduled. The head of the queue
       comes first, and only free room is used.
     - The engine's queue is passed to our tier, whose eviction policy may use it.
@@ -230,19 +212,6 @@ class StoreManager(TieringOffloadingManager):
         self._turns.leave(request)
         self._queue.pop(request, None)
         self._left.add(request)
-
-    def unless_waiting(
-        self, request: str, computed: int, look: Callable[[], tuple[int | None, bool]]
-    ) -> tuple[int | None, bool]:
-        """Look up the pages of a request, unless it must wait until another request leaves.
-
-        Otherwise, each step would look up every page of all waiting requests.
-        """
-        if self._turns.still_waits(request, computed=computed):
-            return None, False
-        found, is_async = look()
-        self._turns.looked(request, computed=computed if found is None else None)
-        return found, is_async
 
     def set_overlap(self, *, steps: int) -> None:
         """Set how many steps the engine plans while one step runs."""

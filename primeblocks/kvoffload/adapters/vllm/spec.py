@@ -82,12 +82,6 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         state = self.scheduler._req_status[request.request_id]
         self._manager().expect(state.req_context, partial(self._keys, request))
 
-    def get_num_new_matched_tokens(
-        self, request: Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
-        look = partial(super().get_num_new_matched_tokens, request, num_computed_tokens)
-        return self._manager().unless_waiting(request.request_id, num_computed_tokens, look)
-
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:

@@ -276,8 +276,8 @@ class StoreTier(SecondaryTierManager):
         """Make all pages unreachable at once, and drop them in the background."""
         # Random: earlier pages and those of another engine have other salts.
         self._salt = os.urandom(16)
-        self._version = 0  # A trainer may have restarted from an older checkpoint.
         self._store.clear()
+        self._version = 0  # A trainer may have restarted from an older checkpoint.
 
     def shutdown(self) -> None:
         self.drain_jobs()

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from ....errors import UnsupportedError
 from ...convert.conversion import Reads, Wiring, filling, record_reads
-from ...manifest import Manifest, NamedTensors, describe, named_tensors
+from ...manifest import NEVER_ROUNDED, Manifest, NamedTensors, describe, named_tensors
 
 __all__ = [
     "Recorded",
     "WithDrafts",
     "begin_reload",
+    "casts_untold",
     "give_memory",
     "record_load",
     "refresh_copies",
@@ -160,7 +161,8 @@ def record_load(model: Any, checkpoint: Manifest, config: Any) -> Recorded:
 
     def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
         nonlocal loaded
-        loaded = model.load_weights(tensors)
+        with casts_untold():
+            loaded = model.load_weights(tensors)
 
     with set_current_vllm_config(config), _unprocessed(model) as called:
         held = itertools.chain(model.named_parameters(), model.named_buffers())
@@ -180,6 +182,23 @@ def record_load(model: Any, checkpoint: Manifest, config: Any) -> Recorded:
             if written < size:
                 lacking.append(f"{name} ({written} of {size} elements)")
     return Recorded(reads, direct, lacking)
+
+
+@contextmanager
+def casts_untold() -> Iterator[None]:
+    """Leave out vLLM's warning, per tensor, that an engine stores in 16 bits what is not rounded."""
+
+    def is_told(record: logging.LogRecord) -> bool:
+        name = record.args[0] if isinstance(record.args, tuple) and record.args else None
+        is_cast = str(record.msg).startswith("Attempted to load weight")
+        return not (is_cast and str(name).endswith(NEVER_ROUNDED))
+
+    loads = logging.getLogger("vllm.model_executor.models.utils")
+    loads.addFilter(is_told)
+    try:
+        yield
+    finally:
+        loads.removeFilter(is_told)
 
 
 def tied(model: Any) -> dict[str, str]:

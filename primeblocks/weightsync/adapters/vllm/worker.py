@@ -44,6 +44,7 @@ from .kernels import observe_worker
 from .loads import (
     WithDrafts,
     begin_reload,
+    casts_untold,
     give_memory,
     record_load,
     refresh_copies,
@@ -252,7 +253,8 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             for layer in direct:
                 give_memory(layer)
-            loaded = model.load_weights(tensors)
+            with casts_untold():
+                loaded = model.load_weights(tensors)
             if missing := unfilled(model, loaded, self.vllm_config, owners):
                 raise TransferError(
                     f"{len(missing)} parameters would keep their old values, such as {missing[0]}. "
