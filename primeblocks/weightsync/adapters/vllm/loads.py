@@ -186,7 +186,7 @@ def record_load(model: Any, checkpoint: Manifest, config: Any) -> Recorded:
 
 @contextmanager
 def casts_untold() -> Iterator[None]:
-    """Leave out vLLM's warning, per tensor, that an engine stores in 16 bits what is not rounded."""
+    """Leave out vLLM's warnings of casts of the tensors that `describe` does not round."""
 
     def is_told(record: logging.LogRecord) -> bool:
         name = record.args[0] if isinstance(record.args, tuple) and record.args else None
