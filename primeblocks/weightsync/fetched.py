@@ -248,7 +248,8 @@ class Feed:
             tensor = self._tensor(name)
             before = _writes(tensor)
             yield name, tensor
-            if _writes(tensor) != before and name not in self._written:
+            is_lent = self._convert is None  # Otherwise the tensor was made for this load.
+            if is_lent and _writes(tensor) != before and name not in self._written:
                 self._written.add(name)
                 self._held.stays = isinstance(self._held, Sealed)  # Others are no base now.
             if self._copies is not None:

@@ -16,6 +16,7 @@ from primeblocks.weightsync import (
     fetched,
     plan_sync,
 )
+from primeblocks.weightsync.convert.conversion import filling
 from primeblocks.weightsync.held import CachingAllocator
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.transports import FileTransport, IpcTransport
@@ -28,13 +29,14 @@ WEIGHTS = {"a": 200_000, "b": 4000}
 class Pair:
     """A trainer and a reader whose load writes to what it is given."""
 
-    def __init__(self, transport, writes=None, **options):
+    def __init__(self, transport, writes=None, *, converts=False, **options):
         self.weights = {name: torch.randn(size) for name, size in WEIGHTS.items()}
         self.writes, self.failures, self.got = writes, 0, {}
         source = describe(self.weights)
         self.plan = plan_sync([source], source.whole(), bucket_bytes=1 << 16)
         self.publisher = Publisher(self.plan, self.weights, transport, full_every=20)
-        self.reader = Subscriber(self.plan, self.load, transport, **options)
+        wiring = filling(self.plan.target, self.plan.wants[0]) if converts else None
+        self.reader = Subscriber(self.plan, self.load, transport, convert=wiring, **options)
 
     def load(self, tensors):
         for name, tensor in tensors:
@@ -88,6 +90,16 @@ def test_what_a_load_wrote_to_once_is_lent_as_a_copy(shared):
     with pytest.raises(TransferError, match="Version 4 was loaded again"):
         pair.receive()
     assert all(torch.equal(pair.got[name], tensor) for name, tensor in last.items())
+
+
+def test_tensors_that_were_made_for_a_load_may_be_written_to(shared):
+    pair = Pair(shared, torch.Tensor.zero_, converts=True)
+    pair.publish(1)
+    pair.publish(2)
+    pair.receive()  # A full version and a delta.
+    size = pair.publish(3).bytes
+    assert pair.receive().bytes == size
+    assert pair.holds()
 
 
 def test_bytes_that_the_first_load_wrote_to_are_not_kept(shared):

@@ -201,3 +201,72 @@ def _told():
     with casts_untold():
         AutoWeightsLoader(model).load_weights((name, torch.ones(4, 4)) for name in names)
     return told
+
+
+def test_an_error_at_the_end_of_a_load_leaves_nothing_of_it_to_the_next():
+    errors, first, second = call(_fails_at_its_end)
+    assert errors == [None, "MemoryError", None]
+    assert first == [1.0, 1.0]  # No layer is without memory.
+    assert second == [3.0, 3.0]
+
+
+class _Padded(nn.Module):
+    """A layer of four rows, three of which are in the checkpoint, so vLLM processes it late."""
+
+    def __init__(self, method):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+        self.weight.weight_loader = lambda param, row, at: param.data[at].copy_(row)
+        self.quant_method = method
+
+
+class _TwoLayers(nn.Module):
+    def __init__(self, method):
+        super().__init__()
+        self.a, self.b = _Padded(method), _Padded(method)
+
+    def load_weights(self, tensors):
+        parameters = dict(self.named_parameters())
+        for name, rows in tensors:
+            for at, row in enumerate(rows):
+                parameters[name].weight_loader(parameters[name], row, at)
+        return {*parameters}
+
+    def rows(self):
+        return [one[0, 0].item() for one in self.parameters()]
+
+
+def _fails_at_its_end():
+    """Errors of three loads, and what layers hold after the second and the third."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    from primeblocks.weightsync.adapters.vllm.worker import PrimeblocksEngine
+
+    class Method(QuantizeMethodBase):
+        is_full = False
+        create_weights = apply = None
+
+        def process_weights_after_loading(self, layer):
+            if self.is_full:
+                self.is_full = False
+                raise MemoryError
+
+    Method.__abstractmethods__ = frozenset()
+    method = Method()
+    model = _TwoLayers(method)
+    record_metadata_for_reloading(model)
+    engine = object.__new__(PrimeblocksEngine)
+    engine._updated, engine._direct = model, []
+    engine.model_config = SimpleNamespace(quantization=None, dtype=torch.float32)
+    engine.vllm_config = SimpleNamespace(model_config=engine.model_config)
+    errors, held = [], []
+    for version in (1.0, 2.0, 3.0):
+        method.is_full = version == 2.0
+        try:
+            engine._load((f"{name}.weight", torch.full((3, 3), version)) for name in "ab")
+            errors.append(None)
+        except MemoryError as error:
+            errors.append(type(error).__name__)
+        held.append(model.rows())
+    return errors, held[1], held[2]

@@ -159,7 +159,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise UnsupportedError(
                 f"{type(self.model).__name__} cannot be updated: "
                 f"{next(iter(reads.lost.values()))}. Plan with the names and shapes of the "
-                "checkpoint that this engine was started with."
+                "checkpoint that this engine was started with, unless the loader needs values."
             )
         if lacking:
             raise PlanError(
@@ -239,7 +239,6 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._state = replace(state, version=version, value=None)
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        from vllm.model_executor.model_loader import reload
         from vllm.model_executor.model_loader.reload import layerwise
 
         model: Any = self._updated
@@ -267,8 +266,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             _forget_buffered(model)
             raise
         finally:
-            reload.finalize_layerwise_reload(model, self.model_config)
-            refresh_copies(model)
+            _finalize(model, self.model_config)
 
 
 class WorkerExtension:
@@ -333,6 +331,20 @@ def _told(act: Callable[[], object]) -> WorkerState:
         "the weights were not updated: %s", state.message, exc_info=cause
     )
     return state
+
+
+def _finalize(model: Any, config: Any) -> None:
+    """End vLLM's reload. An error leaves the tensors of layers that were not finished as before."""
+    from vllm.model_executor.model_loader import reload
+
+    try:
+        reload.finalize_layerwise_reload(model, config)
+    except BaseException:  # Such as no memory for a layer that vLLM processes here.
+        _forget_buffered(model)
+        reload.finalize_layerwise_reload(model, config)
+        raise
+    finally:
+        refresh_copies(model)
 
 
 def _forget_buffered(model: Any) -> None:
