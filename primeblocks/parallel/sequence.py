@@ -208,7 +208,8 @@ class SequencePlan:
         """Return the whole sequence on every rank. Collective over `group`. Differentiable.
 
         Every rank receives the parts of all other ranks once. In backward, each rank receives and
-        adds the gradients of its own tokens from all ranks.
+        adds the gradients of its own tokens from all ranks. If every rank computes the same loss
+        from the result, divide the loss by the number of ranks.
 
         Args:
             check: as in `ring_attention`.

@@ -42,9 +42,10 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # Routers add these biases to their scores, and a rounded bias chooses other experts. vLLM stores
 # them in float32, and so do the files of the models. The names from `ffn` on are those in files of
-# DeepSeek-V4, Inkling and Step 3.7. The names from `mlp.gate.weight` on are weights of routers, and
-# decay rates and time steps of recurrent layers, which some models of vLLM store in float32. Mixed
-# precision leaves routers in float32, and small updates of rounded routers would not arrive.
+# DeepSeek-V4, Inkling and Step 3.7. The names from `mlp.gate.weight` on are weights of routers,
+# which some models of vLLM store in float32. Mixed precision leaves routers in float32, and small
+# updates of rounded routers would not arrive. Other weights, such as `A_log` of recurrent layers,
+# are rounded, because mixed precision computes with the rounded ones.
 NEVER_ROUNDED = (
     "e_score_correction_bias",
     "expert_bias",
@@ -61,8 +62,6 @@ NEVER_ROUNDED = (
     "mixer.gate.weight",
     "router.gate.weight",
     "router.classifier.weight",
-    "A_log",
-    "dt_bias",
 )
 
 NamedTensors = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -229,8 +228,7 @@ def describe(source: NamedTensors, *, dtype: torch.dtype | None = None) -> Manif
         dtype: the dtype with which tensors of the dtypes in `FLOATS` are described, one of
             `FLOATS`. Tensors of other dtypes keep their dtype. Weights and biases of routers are
             not rounded to 16 bits if vLLM may store them in float32: they are described in float32.
-            So are `A_log` and `dt_bias` of recurrent layers. With None, all tensors keep their
-            dtype.
+            With None, all tensors keep their dtype.
 
     Raises:
         PlanError: as for `layout_of`, or a name occurs twice, or a value is not a dense tensor.

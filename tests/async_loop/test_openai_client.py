@@ -114,7 +114,10 @@ def test_rollouts_are_what_the_server_said():
         # A server that has no room is well: an EngineError would take it out of a fleet for good.
         ((408, {}), CapacityError, "status 408"),
         ((429, {}), CapacityError, "status 429"),
-        ((500, {"message": "boom"}), EngineError, "status 500.*boom"),
+        ((503, {"message": "queue is full"}), CapacityError, "status 503.*queue is full"),
+        # vLLM's answer to any error in one request.
+        ((500, {"message": "boom"}), PrimeblocksError, "status 500.*boom"),
+        ((502, {"message": "bad gateway"}), EngineError, "status 502"),
     ],
 )
 def test_any_other_answer_is_a_typed_error(answer, error, match):
@@ -237,8 +240,9 @@ def test_a_fleet_keeps_engines_that_are_well_and_closes_those_that_are_not():
         {"choices": [choice(finish_reason="abort", token_ids=[], logprobs=None)]},
         {"choices": [choice()]},
         (500, {}),
+        "<html>",
     ]
-    versions = iter([0, 0, 0, 2, 3, 3])
+    versions = iter([0, 0, 0, 2, 3, 3, 3, 3])
 
     async def version() -> int:
         return next(versions)
@@ -246,11 +250,11 @@ def test_a_fleet_keeps_engines_that_are_well_and_closes_those_that_are_not():
     async def use(client: Any) -> None:
         ask = partial(generate, client, model="m", version=version, max_tokens=1, timeout_s=HANG_S)
         fleet = Fleet({"a": ask})
-        for match in ("status 429", "aborted", "from version 2 to 3"):
+        for match in ("status 429", "aborted", "from version 2 to 3", "status 500"):
             with pytest.raises(PrimeblocksError, match=match):
                 await fleet(PROMPT)
             assert len(fleet.states()) == 1
-        with pytest.raises(EngineError, match="status 500"):
+        with pytest.raises(EngineError, match="malformed"):
             await fleet(PROMPT)
         assert not fleet.states()
 
@@ -260,9 +264,9 @@ def test_a_fleet_keeps_engines_that_are_well_and_closes_those_that_are_not():
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        ({"weight_version": "default"}, UsageError),
-        ({"weight_version": "9" * 5000}, UsageError),
-        ({"weight_version": str(1 << 63)}, UsageError),
+        ({"weight_version": "default"}, EngineError),
+        ({"weight_version": "9" * 5000}, EngineError),
+        ({"weight_version": str(1 << 63)}, EngineError),
         ("[]", EngineError),
         ((404, {}), UsageError),
     ],

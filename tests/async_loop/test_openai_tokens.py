@@ -15,6 +15,7 @@ pytest.importorskip("openai")
 
 from primeblocks.async_loop.adapters.openai import generate_split, generate_tokens
 from primeblocks.errors import (
+    CapacityError,
     DeadlineError,
     EngineError,
     PrimeblocksError,
@@ -182,7 +183,7 @@ def test_pages_are_read_once_whatever_the_client_retries():
 
     async def use(client: Any) -> None:
         eager = client.with_options(max_retries=3)
-        with pytest.raises(EngineError, match="status 503"):
+        with pytest.raises(CapacityError, match="status 503"):
             await generate_split(eager, eager, PROMPT, max_tokens=8, timeout_s=HANG_S)
 
     asyncio.run(on_server(reply, use))
@@ -213,7 +214,7 @@ def test_a_decode_that_fails_names_whose_pages_it_was_to_read():
 
     async def use(client: Any) -> str:
         prefill = client.with_options(base_url=f"{client.base_url}prefill/")
-        with pytest.raises(EngineError, match="status 500") as caught:
+        with pytest.raises(PrimeblocksError, match="status 500") as caught:
             await generate_split(prefill, client, PROMPT, max_tokens=8, timeout_s=HANG_S)
         return f"{prefill.base_url} {caught.value.__notes__}"
 

@@ -4,6 +4,8 @@ import asyncio
 import importlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -279,7 +281,7 @@ def test_an_answer_that_was_cut_is_no_completion(module, reason):
 class Process:
     """A process that runs until it is killed."""
 
-    name, pid = "EngineCore", None
+    name, pid = "EngineCore", 1 << 30  # of no process
 
     def __init__(self):
         self.is_killed, (self.sentinel, self.end) = False, os.pipe()
@@ -358,3 +360,21 @@ def test_a_started_engine_has_the_processes_that_vllm_names(module, monkeypatch,
     made = launch.Launch({"model": "x"}, MonotonicClock())
     assert asyncio.run(made.run()) is llm
     assert made.processes == processes
+
+
+def test_workers_die_with_their_engine(module):
+    sleeps = "import time; time.sleep(3600)"
+    code = "import subprocess, sys\n"
+    code += f"worker = subprocess.Popen([sys.executable, '-c', {sleeps!r}])\n"
+    code += f"print(worker.pid, flush=True)\n{sleeps}"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as core:
+        worker = Path(f"/proc/{int(core.stdout.readline())}/fd/0")
+        process: Any = SimpleNamespace(
+            pid=core.pid, is_alive=lambda: True, kill=core.kill, join=core.wait
+        )
+        assert worker.exists()
+        module("launch").kill([process])
+    end = time.monotonic() + HANG_S
+    while worker.exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from primeblocks.errors import EngineError, how_it_ended
+from primeblocks.errors import PrimeblocksError, how_it_ended
 from primeblocks.replay import compare, record
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.replay.adapters.vllm import (
@@ -170,11 +170,11 @@ def client_of(url: str) -> Any:
 
 
 async def retried(ask: Any, *args: Any, attempts: int = 3, **kwargs: Any) -> tuple[Any, int]:
-    """Ask again after an `EngineError`, as `AsyncLoop` does; how often it failed."""
+    """Ask again after an error, as `AsyncLoop` does; how often it failed."""
     for failures in range(attempts):
         try:
             return await ask(*args, **kwargs), failures
-        except EngineError:
+        except PrimeblocksError:
             if failures == attempts - 1:
                 raise
     raise AssertionError

@@ -1,3 +1,4 @@
+import copy
 from dataclasses import replace
 from datetime import timedelta
 
@@ -6,9 +7,15 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from primeblocks.errors import PlanError
-from primeblocks.parallel import clip_grad_norm_, global_token_count, plan_mesh
+from primeblocks.parallel import (
+    clip_grad_norm_,
+    fully_shard_moe,
+    global_token_count,
+    plan_mesh,
+)
 from primeblocks.parallel.mesh import on_device
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import StepCounter
@@ -150,3 +157,30 @@ def test_a_rank_takes_its_own_device_before_it_asks_others(launched, monkeypatch
     monkeypatch.setattr(torch, "empty", lambda *sizes, device: chosen.append(device) or tensor)
     on_device("cuda")
     assert chosen == [3, "cuda"]
+
+
+class _Sees(nn.Module):
+    """A layer, and a part of the root that only images use."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.tower, self.layer = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x, *, has_image):
+        hidden = self.embed(x)
+        return self.layer(hidden + self.tower(x) if has_image else hidden)
+
+
+def _without_an_image():
+    torch.manual_seed(0)
+    whole, x = _Sees(), torch.randn(2, 3, 4)
+    model, rank = copy.deepcopy(whole), dist.get_rank()
+    fully_shard_moe(model, meshes_of(), layers=[model.layer], experts=[])
+    sum(whole(x[i], has_image=i == 0).sum() for i in range(2)).backward()
+    model(x[rank], has_image=rank == 0).sum().backward()
+    for name, one in model.named_parameters():
+        torch.testing.assert_close(one.grad.full_tensor(), whole.get_parameter(name).grad)
+
+
+def test_a_rank_without_an_image_sends_the_gradients_of_the_tower():
+    ranks.run(_without_an_image, world_size=2)

@@ -119,8 +119,6 @@ KEPT = [
     "layers.3.moe.gate.weight",  # Step-3.5
     "layers.3.mixer.gate.weight",  # Nemotron-H
     "mlp.router.classifier.weight",  # LongCat-Flash
-    "linear_attn.A_log",
-    "self_attn.dt_bias",
 ]
 
 

@@ -75,9 +75,10 @@ async def generate(
     Raises:
         DeadlineError: no answer within `timeout_s`.
         CapacityError: the server has no room for the request now, or this process for a connection.
-        EngineError: the server died or failed, or its answer does not have the expected form.
-        PrimeblocksError: the weights changed during the call, or the server aborted the request. A
-            loop with `Retries` repeats the request, and a `Fleet` does not drain the server.
+        EngineError: the server died, or its answer does not have the expected form.
+        PrimeblocksError: the weights changed during the call, or the server aborted the request or
+            failed in it (status 500). A loop with `Retries` repeats the request, and a `Fleet` does
+            not drain the server.
         UnsupportedError: the server's answers have no log-probabilities or no token ids.
         UsageError: the server refused the request.
     """
@@ -113,13 +114,14 @@ async def generate(
 
 
 async def served_version(
-    client: AsyncOpenAI, *, timeout_s: float = 10.0, clock: Clock | None = None
+    client: AsyncOpenAI, *, timeout_s: float = 60.0, clock: Clock | None = None
 ) -> int:
     """Ask vLLM's server (with VLLM_SERVER_DEV_MODE=1) for the version of its weights.
 
     Raises:
-        DeadlineError, CapacityError, EngineError: as for `generate`.
-        UsageError: the server lacks `/weight_info`, or the label of its weights is not a version.
+        DeadlineError, CapacityError: as for `generate`.
+        EngineError: as for `generate`, or the label of the server's weights is not a version.
+        UsageError: the server lacks `/weight_info`.
     """
     what = f"the version of the weights of {client.base_url}"
     url = str(client.base_url.join("/weight_info"))
@@ -130,7 +132,7 @@ async def served_version(
     except _OTHER as error:
         raise EngineError(f"{what}: the server answered {text[:200]!r}") from error
     if (found := version_of(label)) is None:
-        raise UsageError(
+        raise EngineError(
             f"{what} is {label!r:.200}, but a policy version must be an integer. After an update, "
             "post str(version) to /update_weight_version."
         )
@@ -233,8 +235,9 @@ async def generate_split(
     Raises:
         UnsupportedError: the prefill server has no connector for KV transfers.
         DeadlineError: the requests to the two servers together took longer than `timeout_s`.
-        EngineError: as for `generate_tokens`. If `decode` failed, the error shows both URLs.
-        PrimeblocksError: as for `generate_tokens`, or the servers had different weight versions.
+        EngineError: as for `generate_tokens`.
+        PrimeblocksError: as for `generate_tokens`, or the servers had different weight versions. If
+            `decode` failed, the error shows both URLs.
     """
     tokens, extra = [int(token) for token in prompt], dict(extra_body or {})
     clock = MonotonicClock() if clock is None else clock
@@ -260,7 +263,7 @@ async def generate_split(
             n=1,
             **options,
         )
-    except EngineError as error:
+    except PrimeblocksError as error:
         error.add_note(f"This server had to read the prompt's pages from {prefill.base_url}.")
         raise
     if (before := computed.versions[0]) != (after := completion.versions[0]):
@@ -339,9 +342,11 @@ async def _typed(
         cause = error.__cause__ or error
         raise EngineError(f"{what} failed: {type(cause).__name__}: {cause}") from error
     except APIStatusError as error:
-        code = error.status_code  # For 408 and 429 the server has no room now. A fleet keeps it.
-        no_room = CapacityError if code in (408, 429) else UsageError
-        kind: type[PrimeblocksError] = EngineError if code >= 500 else no_room
+        code = error.status_code
+        kind: type[PrimeblocksError] = EngineError if code > 500 else UsageError
+        # The server is well, but has no room now, or failed in this request. A fleet keeps it.
+        well = dict.fromkeys((408, 429, 503), CapacityError) | {500: PrimeblocksError}
+        kind = well.get(code, kind)
         raise kind(f"{what} got status {code}: {error.message[:1000]}") from error
 
 

@@ -11,6 +11,7 @@ import asyncio
 import multiprocessing
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.system_utils import kill_process_tree
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from ....clock import Clock
@@ -113,7 +115,9 @@ def check_checkpoint(path: str | Path) -> None:
 def kill(processes: Sequence[BaseProcess]) -> None:
     """Kill these processes, whatever their state."""
     for process in processes:
-        if process.is_alive():
+        if process.pid is not None and process.is_alive():
+            with suppress(Exception):  # One of them may end meanwhile.
+                kill_process_tree(process.pid)  # Workers do not die with their engine.
             process.kill()
     for process in processes:
         process.join(1.0)

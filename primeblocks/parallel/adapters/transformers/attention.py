@@ -259,7 +259,7 @@ def _nemotron_h(m: Any, hidden: Tensor, chosen: dict[str, Any], **where: Any) ->
     states = m.n_groups * m.ssm_state_size
     x, b, c = mixed.split([m.intermediate_size, states, states], dim=-1)
     b, c = (t.unflatten(-1, (m.n_groups, -1)) for t in (b, c))
-    dt = F.softplus(dt + m.dt_bias.to(dt.dtype)).clamp(*m.time_step_limit)
+    dt = F.softplus(_wide(dt) + m.dt_bias).clamp(*m.time_step_limit)
     x = x.unflatten(-1, (m.num_heads, -1))
     out = state_space(x, dt, -_wide(m.A_log).exp(), b, c, m.D, **chosen, **where)
     return m.out_proj(m.norm(out.flatten(1), gate).to(hidden.dtype))
