@@ -124,10 +124,6 @@ def fully_shard_moe(
     for layer in layers:
         fully_shard(layer, mesh=meshes.fsdp, mp_policy=policy, **kept)
     fully_shard(model, mesh=meshes.fsdp, mp_policy=policy, offload_policy=offload)
-    root: Any = model
-    if hasattr(root, "set_reduce_scatter_unused_params"):  # torch 2.13
-        # A rank without an image does not use the vision tower, but must send its gradients.
-        root.set_reduce_scatter_unused_params(True, recurse=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Request plain sums, because gloo has no scaled sum.

@@ -45,7 +45,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # DeepSeek-V4, Inkling and Step 3.7. The names from `mlp.gate.weight` on are weights of routers,
 # which some models of vLLM store in float32. Mixed precision leaves routers in float32, and small
 # updates of rounded routers would not arrive. Other weights, such as `A_log` of recurrent layers,
-# are rounded, because mixed precision computes with the rounded ones.
+# are rounded, because FSDP2 computes with rounded ones in mixed precision.
 NEVER_ROUNDED = (
     "e_score_correction_bias",
     "expert_bias",

@@ -117,6 +117,7 @@ def test_rollouts_are_what_the_server_said():
         ((503, {"message": "queue is full"}), CapacityError, "status 503.*queue is full"),
         # vLLM's answer to any error in one request.
         ((500, {"message": "boom"}), PrimeblocksError, "status 500.*boom"),
+        ((500, {"message": "EngineCore encountered an issue. See"}), EngineError, "status 500"),
         ((502, {"message": "bad gateway"}), EngineError, "status 502"),
     ],
 )

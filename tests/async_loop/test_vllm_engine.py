@@ -370,7 +370,7 @@ def test_workers_die_with_their_engine(module):
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as core:
         worker = Path(f"/proc/{int(core.stdout.readline())}/fd/0")
         process: Any = SimpleNamespace(
-            pid=core.pid, is_alive=lambda: True, kill=core.kill, join=core.wait
+            pid=core.pid, is_alive=lambda: True, kill=core.kill, join=lambda _: core.wait(HANG_S)
         )
         assert worker.exists()
         module("launch").kill([process])

@@ -15,7 +15,7 @@ import pytest
 import torch
 import xxhash
 
-from primeblocks.errors import CorruptionError, UsageError
+from primeblocks.errors import CorruptionError, EngineError, UsageError
 from primeblocks.replay import compare, record
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.replay.adapters.vllm import (
@@ -196,7 +196,7 @@ async def _rollouts(url: str, model: Path) -> list[Any]:
     from primeblocks.async_loop.adapters.openai import generate, served_version
 
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
-        with pytest.raises(UsageError, match="'default'"):
+        with pytest.raises(EngineError, match="'default'"):
             await served_version(client)
         label = {"new_version": "3"}
         await client.post(f"{url}/update_weight_version", cast_to=str, body=label)

@@ -343,10 +343,10 @@ async def _typed(
         raise EngineError(f"{what} failed: {type(cause).__name__}: {cause}") from error
     except APIStatusError as error:
         code = error.status_code
-        kind: type[PrimeblocksError] = EngineError if code > 500 else UsageError
+        kind: type[PrimeblocksError] = EngineError if code >= 500 else UsageError
         # The server is well, but has no room now, or failed in this request. A fleet keeps it.
         well = dict.fromkeys((408, 429, 503), CapacityError) | {500: PrimeblocksError}
-        kind = well.get(code, kind)
+        kind = kind if "EngineCore encountered" in error.message else well.get(code, kind)
         raise kind(f"{what} got status {code}: {error.message[:1000]}") from error
 
 

@@ -116,8 +116,9 @@ def kill(processes: Sequence[BaseProcess]) -> None:
     """Kill these processes, whatever their state."""
     for process in processes:
         if process.pid is not None and process.is_alive():
-            with suppress(Exception):  # One of them may end meanwhile.
-                kill_process_tree(process.pid)  # Workers do not die with their engine.
+            for _ in range(3):  # A worker that ends meanwhile ends the call.
+                with suppress(Exception):
+                    kill_process_tree(process.pid)  # Workers do not die with their engine.
             process.kill()
     for process in processes:
         process.join(1.0)
