@@ -198,7 +198,7 @@ def check(judged: list[dict[str, Any]], *versions: int) -> None:
     for each in judged:
         assert set(each["versions"]) <= set(versions)
         assert each["is_rising"]
-        assert each["gap"] < ROUNDING
+        assert each["gap"] < ROUNDING, [(x["gap"], x["versions"], x["tokens"]) for x in judged]
         assert each["other"] > 100 * ROUNDING
         assert each["agreement"] == 1.0
         assert (each["rows"], each["missing"]) == (each["tokens"] - 1, 1)
