@@ -251,7 +251,7 @@ class Feed:
             is_lent = self._convert is None  # Otherwise the tensor was made for this load.
             if is_lent and _writes(tensor) != before and name not in self._written:
                 self._written.add(name)
-                self._held.stays = isinstance(self._held, Sealed)  # Others are no base now.
+                self._held.stays = isinstance(self._held, Sealed)  # Deltas need unchanged bytes.
             if self._copies is not None:
                 for source in self._made_of(name):
                     self._uses[source] -= 1

@@ -241,7 +241,7 @@ def give_memory(layer: Any) -> None:
     held = {name: one.data for each in info.kernel_tensors for name, one in each.items()}
     for name, empty in layerwise.get_layer_tensors(layer).items():
         own = held.get(name)
-        # A wrapper of another storage is no plain tensor.
+        # Subclasses may keep their values in another storage.
         is_here = type(own) is Tensor and own.device.type == info.restore_device.type
         if own is not None and is_here and empty.is_meta and _is_laid_out_as(own, empty):
             own.__class__, own.__dict__ = empty.__class__, empty.__dict__.copy()
