@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from primeblocks.errors import DeadlineError, UsageError
+from primeblocks.errors import DeadlineError, TransferError, UsageError
 from primeblocks.serving.adapters.vllm import FleetMember, VllmFleet
 from primeblocks.weightsync.adapters.vllm import update_all
 from primeblocks.weightsync.marker import Receipt
@@ -151,3 +151,28 @@ async def test_prefill_pauses_before_those_that_read_its_pages():
     member = FleetMember(again.generate, again, is_prefill=True)
     await fleet.join("p", member, timeout_s=TIMEOUT_S)
     assert again.serving == serving(1)
+
+
+@in_a_loop
+async def test_an_engine_that_hangs_while_it_joins_keeps_nobody_waiting():
+    goes_on = asyncio.Event()
+    slow = Engine(name="b")
+
+    async def slowly(engines, receipt, *, timeout_s):
+        if slow in engines and receipt.version == 1:
+            await goes_on.wait()
+            raise TransferError("version 1 is no longer there")
+        await update_all(engines, receipt, timeout_s=timeout_s)
+
+    engines, fleet = fleet_of("a", update=slowly)
+    await fleet.update(published(1), timeout_s=TIMEOUT_S)
+    joined = asyncio.ensure_future(fleet.join("b", slow.member, timeout_s=TIMEOUT_S))
+    await asyncio.sleep(0)
+    await fleet.pause(mode="keep", clear_cache=False, timeout_s=TIMEOUT_S)
+    await fleet.update(published(2), timeout_s=TIMEOUT_S)
+    assert engines["a"].serving == serving(2)
+    assert fleet.open == ("a",)
+    goes_on.set()
+    await joined
+    assert slow.serving == serving(2)
+    assert fleet.open == ("a", "b")

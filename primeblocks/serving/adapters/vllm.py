@@ -7,8 +7,9 @@ each `VllmFleet` contain a random name.
 A fleet is *unsettled* from the start of an update until an update succeeds. In an unsettled fleet,
 each request has its own cache salt, because pages may come from old or new weights. If an update
 loads another publish of the fleet's version, as its `digest` shows, the fleet stays unsettled.
-Updates, joins, pauses and resumes run one at a time. If an update fails on all engines, the cause
-may be the version, so all engines stay open.
+Updates, pauses and resumes run one at a time. A join loads weights beside them, and waits for its
+turn to open the engine. If an update fails on all engines, the cause may be the version, so all
+engines stay open.
 """
 
 from __future__ import annotations
@@ -155,6 +156,8 @@ class VllmFleet:
 
         The call opens the engine only if the engine reports the current version. Before the first
         update, the engine is opened without a check. An open engine gets requests and updates.
+        Other calls do not wait for this load. If the fleet gets a newer version during the load,
+        the engine loads again, and other calls wait for the second load.
         `name` is a new name, or the name of an engine that this engine replaces. Before this call,
         connect the engine to the source of weights (weightsync's `attach`).
 
@@ -164,7 +167,8 @@ class VllmFleet:
             DeadlineError: the engine was not open within `timeout_s`.
         """
         what = f"the opening of engine {name!r}"
-        await self._next(lambda end: self._join(name, member, end), timeout_s, what)
+        joined = self._join(name, member, self._clock.now() + timeout_s)
+        await within(joined, timeout_s=timeout_s, clock=self._clock, what=what)
 
     def drain(self, name: str) -> None:
         """Stop sending requests and updates to an engine. Running requests complete.
@@ -256,16 +260,35 @@ class VllmFleet:
         return FleetUpdate(published.version, tuple(names), failed)
 
     async def _join(self, name: str, member: FleetMember, end: float) -> None:
-        if self._published is not None:
-            await self._load([member], self._published, end)
-            label = await self._call(member, "get_weight_version", end)
-            if label != str(self.version):
-                raise EngineError(
-                    f"engine {name!r} reports version {label!r} after an update to version "
-                    f"{self.version}, so it is not opened. Join it again."
-                )
-        self._fleet.add(name, member.generate)
-        self._members[name] = member
+        loaded, failure = None, None
+        async with self._change:  # A running update brings a newer version.
+            is_open = name in self.open
+        if not is_open:  # An update could load into an open engine at the same time.
+            loaded = self._published
+            try:
+                await self._load_checked(name, member, loaded, end)
+            except PrimeblocksError as error:
+                failure = error
+        async with self._change:
+            if self._published is not loaded:
+                await self._load_checked(name, member, self._published, end)
+            elif failure is not None:
+                raise failure
+            self._fleet.add(name, member.generate)
+            self._members[name] = member
+
+    async def _load_checked(
+        self, name: str, member: FleetMember, published: Published | None, end: float
+    ) -> None:
+        if published is None:
+            return
+        await self._load([member], published, end)
+        label = await self._call(member, "get_weight_version", end)
+        if label != str(published.version):
+            raise EngineError(
+                f"engine {name!r} reports version {label!r} after an update to version "
+                f"{published.version}, so it is not opened. Join it again."
+            )
 
     async def _load(self, members: Sequence[FleetMember], published: Published, end: float) -> None:
         engines = [member.engine for member in members]
