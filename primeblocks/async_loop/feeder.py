@@ -3,8 +3,9 @@
 A prompt becomes a `PromptJob`. A job is *waiting* if it must be generated again, and *in flight* in
 `jobs` while its samples are generated. It is *finished* once its group is in the buffer or
 waits for room. A job leaves the run if `keep` refuses its group or a sample has no attempt left.
-The ledger learns of a failed job once a later group has finished. If the engine dies, all jobs in
-flight fail together, and a run that is resumed continues them.
+With `on_stale="drop"`, it also leaves if no step may train on its samples any more. The ledger
+learns of a failed job once a later group has finished. If the engine dies, all jobs in flight fail
+together, and a run that is resumed continues them.
 
 All attempts of a sample, or of a whole group without `group_size`, are one request. A request
 counts during its backoff too. The last request of a group counts until the group has room.
@@ -172,9 +173,30 @@ class Feeder:
     def ask_again(self, group: Group) -> None:
         """Generate a dropped group's prompt again, before new prompts. Local."""
         self.finished -= 1
-        self._again.append(PromptJob(group.ordinal, group.prompt))
-        if self._ledger is not None:
-            self._ledger.dropped(group.ordinal)
+        self._restart(group.ordinal, group.prompt)
+
+    def drop_stale(self, version: int) -> int:
+        """With "drop", cancel groups in flight on which `version` may not train. Local.
+
+        If a group began in this run, its prompt leaves the run, because another attempt may take as
+        long. If only samples from before a resume are too old, the prompt is generated again.
+        Return the number of cancelled groups.
+        """
+        policy = self._buffer.staleness
+        if policy.on_stale != "drop":
+            return 0
+        oldest = version - policy.max_off_policy_steps
+        stale = [job for job in self.jobs.values() if job.oldest_version < oldest]
+        for job in stale:
+            self._cancel(job)
+            if job.version >= oldest:
+                del self.jobs[job.ordinal]
+                self._restart(job.ordinal, job.prompt)
+                continue
+            self._leave(job, "failed: dropped, because its rollouts took too many steps")
+            if self._ledger is not None:
+                self._ledger.left_out(job.ordinal, "failed")
+        return len(stale)
 
     async def close(self, timeout_s: float) -> None:
         """Cancel everything in flight."""
@@ -197,6 +219,11 @@ class Feeder:
         if self._ledger is not None:
             self._ledger.drawn(job.ordinal, prompt)
         return job
+
+    def _restart(self, ordinal: int, prompt: Any) -> None:
+        self._again.append(PromptJob(ordinal, prompt))
+        if self._ledger is not None:
+            self._ledger.dropped(ordinal)
 
     def _spawn(self, job: PromptJob, sample: int) -> None:
         task = asyncio.create_task(self._attempt(job, sample))
@@ -318,16 +345,20 @@ class Feeder:
         self._buffer.look_again()
 
     def _give_up(self, job: PromptJob, error: BaseException) -> None:
-        for other in job.tasks - {asyncio.current_task()}:
-            other.cancel()
-        self._pending = deque(entry for entry in self._pending if entry[0] is not job)
+        self._cancel(job)
         self._leave(job, reason := f"failed: {error!r}")
         if self._ledger is not None:
             self._failed.append((job.ordinal, reason))
         self.failures_in_a_row += 1
         self.last_failure = error
-        if self.failures_in_a_row >= self._retries.give_up_after:
+        # If the engine is dead, all groups in flight fail before one finishes.
+        if self.failures_in_a_row >= max(self._retries.give_up_after, len(self.jobs)):
             raise error
+
+    def _cancel(self, job: PromptJob) -> None:
+        for task in job.tasks - {asyncio.current_task()}:
+            task.cancel()
+        self._pending = deque(entry for entry in self._pending if entry[0] is not job)
 
     def _settle(self, job: PromptJob, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -47,8 +47,8 @@ class AsyncLoop:
 
     Args:
         prompts: any iterable, whose iterator is made with the loop. Each prompt is used once, and
-            again only if its group was dropped. The loop ends early (`ended`) if the prompts run
-            out before a batch is full.
+            again only if its finished group was dropped. The loop ends early (`ended`) if the
+            prompts run out before a batch is full.
         generate: `await generate(prompt, version=v)` returns the rollouts of one group. With
             `group_size`, `await generate(prompt, version=v, sample=i)` returns one rollout, and
             each sample is one request. With `ledger`, the call also gets `draft=`, a `Draft`. `v`
@@ -224,9 +224,8 @@ class AsyncLoop:
             raise ClosedError("the loop is not open. Use: async with loop: ...")
         if self._is_stepping:
             raise ClosedError("a step has failed, or runs in another call. Make a new loop.")
-        start = self._clock.now()
-        self._dropped = 0
-        feeder = self._feeder
+        start, feeder = self._clock.now(), self._feeder
+        self._dropped = feeder.drop_stale(self.version)
         groups = await self._buffer.take(
             self._batch_size,
             version=self.version,

@@ -54,7 +54,8 @@ class EngineState:
 
     Args:
         name: name of the engine in the fleet.
-        in_flight: number of unfinished requests of the engine.
+        in_flight: number of unfinished requests of the engine, plus the number of its requests that
+            failed since one succeeded. So an engine that refuses quickly is not the least loaded.
         max_in_flight: the largest number of requests that the engine can process at once.
             Additional requests wait for other requests or for space in the cache.
         matched: number of the request's leading pages that the engine is assumed to cache.
@@ -196,6 +197,7 @@ class _Engine:
     max_in_flight: int
     bit: int
     is_open: bool = True
+    failed: int = 0  # Requests since the last success.
     pages: OrderedDict[Hashable, None] = field(default_factory=OrderedDict)
 
 
@@ -258,7 +260,7 @@ class Fleet:
         self._believe(engine, request.pages)
         self._in_flight[name] += 1
         try:
-            return await engine.generate(*args, **kwargs)
+            answer = await engine.generate(*args, **kwargs)
         except EngineError as error:
             note = f"This error is from engine {name!r} of the fleet."
             if note not in getattr(error, "__notes__", ()):  # An engine may raise one error often.
@@ -266,6 +268,12 @@ class Fleet:
             if self._engines.get(name) is engine:
                 self.drain(name)
             raise
+        except Exception:
+            engine.failed += 1
+            raise
+        else:
+            engine.failed = 0
+            return answer
         finally:
             self._in_flight[name] -= 1
 
@@ -299,7 +307,10 @@ class Fleet:
         matched = self._matched(request.pages)
         return [
             EngineState(
-                name, self._in_flight[name], engine.max_in_flight, matched.get(engine.bit, 0)
+                name,
+                self._in_flight[name] + engine.failed,
+                engine.max_in_flight,
+                matched.get(engine.bit, 0),
             )
             for name, engine in self._engines.items()
             if engine.is_open

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from primeblocks.async_loop import AsyncLoop, Group, Journal, RolloutBuffer, StalenessPolicy
+from primeblocks.async_loop.ledger import Partial
 from primeblocks.errors import DeadlineError, UsageError
 from primeblocks.planning.virtual import run_in_virtual_time
 from primeblocks.testing.faults import ManualClock
@@ -292,3 +293,74 @@ def test_an_end_that_is_cancelled_ends_the_thread():
         return thread.is_alive()
 
     assert not asyncio.run(asyncio.wait_for(main(), HANG_S))
+
+
+@pytest.mark.parametrize("group_size", [None, 2])
+def test_dropping_cancels_a_rollout_that_no_step_may_train_on(tmp_path, group_size):
+    """And its prompt leaves: it would hold a place of the bound again, and in the end all."""
+    asked, cancelled = [], []
+
+    async def generate(prompt, *, version, draft, sample=None):
+        asked.append((prompt, version))
+        try:
+            if prompt % 3 == 0:
+                await asyncio.Event().wait()
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            cancelled.append(prompt)
+            raise
+        rollout = make_rollout(versions=(version, version))
+        return [rollout] if sample is None else rollout
+
+    async def body(journal):
+        world = World()
+        world.generate = generate
+        async with make_loop(
+            world, ledger=journal, group_size=group_size, max_in_flight=9, source=str
+        ) as loop:
+            return [step async for step in loop.steps(12)], loop.sources
+
+    with Journal(tmp_path / "journal") as journal:
+        steps, sources = asyncio.run(body(journal))
+        left = journal.counts()["failed"]
+    samples = group_size or 1
+    lost = [prompt for step in steps for prompt, _ in step.lost]
+    assert len(steps) == 12
+    assert lost == [*range(0, 3 * len(lost), 3)]
+    assert len(lost) == left == sum(step.dropped for step in steps) > 8
+    assert {reason for step in steps for _, reason in step.lost} == {
+        "failed: dropped, because its rollouts took too many steps"
+    }
+    assert cancelled[: samples * left] == [prompt for prompt in lost for _ in range(samples)]
+    assert [prompt for prompt, _ in asked] == [i // samples for i in range(len(asked))]
+    assert sources["0"] == {"failed": 1}
+
+
+def test_dropping_asks_again_if_only_the_samples_of_an_earlier_run_are_too_old(tmp_path):
+    asked, fields = [], make_rollout(versions=(0, 0))
+    names = ("tokens", "prompt_length", "logprobs", "versions")
+    old = Partial(**{name: getattr(fields, name) for name in names})
+
+    async def generate(prompt, *, version, draft):
+        asked.append((prompt, dict(draft.partials)))
+        if draft.partials:
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+        return [make_rollout(versions=(version, version))]
+
+    async def body(journal):
+        world = World()
+        world.generate = generate
+        async with make_loop(
+            world, ledger=journal, version=7, prompts=range(4), batch_size=4
+        ) as loop:
+            return [step async for step in loop.steps(1)]
+
+    with Journal(tmp_path / "journal") as journal:
+        journal.drawn(0, 0)
+        journal.started(0, 0)
+        journal.sampled(0, 0, old)
+        (step,) = asyncio.run(body(journal))
+    assert (step.dropped, step.lost) == (1, ())
+    assert sorted(group.prompt for group in step.groups) == [0, 1, 2, 3]
+    assert [partials for prompt, partials in asked if prompt == 0][-1:] == [{}]

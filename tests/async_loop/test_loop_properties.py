@@ -1,6 +1,7 @@
 """Any engine, any trainer, any failures: bounds are kept, prompts are used once, it ends."""
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 
@@ -251,3 +252,42 @@ def test_a_rollout_that_raises_is_data_until_all_of_them_do():
         run_in_virtual_time(body(everything, retries=once))
     with pytest.raises(DeadlineError, match="the rollout of prompt 2 did not end within 0.5 s"):
         run_in_virtual_time(body(everything, retries=once, rollout_timeout_s=0.5))
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_prompts_that_fail_at_once_do_not_end_a_run_of_long_rollouts(dies):
+    """Until all that are in flight have failed."""
+    finished = []
+
+    async def generate(prompt, *, version):
+        if prompt >= 64:
+            await asyncio.Event().wait()
+        await asyncio.sleep(0.1 if prompt % 4 == 0 else 1000.0)
+        if dies or prompt % 4 == 0:
+            raise EngineError(f"prompt {prompt}")
+        finished.append(prompt)
+        return [make_rollout()]
+
+    async def nothing(*_, **__):
+        pass
+
+    async def body():
+        clock = VirtualClock()
+        policy = StalenessPolicy(0)
+        loop = AsyncLoop(
+            prompts=itertools.count(), generate=generate, train=nothing, publish=nothing,
+            buffer=RolloutBuffer(capacity=48, staleness=policy, clock=clock), batch_size=48,
+            max_in_flight=48, retries=Retries(attempts=1, give_up_after=8), clock=clock,
+            step_timeout_s=1e6,
+        )  # fmt: skip
+        async with loop:
+            return [step async for step in loop.steps(1)]
+
+    if dies:
+        with pytest.raises(EngineError, match="prompt"):
+            run_in_virtual_time(body())
+        assert not finished
+        return
+    (step,) = run_in_virtual_time(body())
+    assert len(step.lost) == 16
+    assert len(finished) == 48

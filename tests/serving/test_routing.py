@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.serving_parts.simulator import AgentTurn, ServingModel, Session, simulate_serving
-from primeblocks.errors import EngineError, UsageError
+from primeblocks.errors import EngineError, PrimeblocksError, UsageError
 from primeblocks.planning import EngineModel, decode_latency
 from primeblocks.serving import (
     EngineState,
@@ -190,6 +190,32 @@ async def test_an_engine_that_was_added_again_is_not_closed_by_a_call_of_before(
         await old
     assert await fleet("fine", version=2) == ("a", "fine", 2)
     assert fleet.states()[0].in_flight == 0
+
+
+@pytest.mark.parametrize("route", [least_loaded, PrefixAndLoad()])
+@in_a_loop
+async def test_an_engine_that_refuses_at_once_does_not_attract_the_requests(route):
+    asked, is_busy = Counter(), True
+
+    def engine(name):
+        async def generate(prompt):
+            asked[name] += 1
+            if name == "b" and is_busy:
+                raise PrimeblocksError("503")
+            await asyncio.sleep(0)
+            return name
+
+        return generate
+
+    fleet = Fleet({name: engine(name) for name in "abc"}, route=route)
+    for start in range(0, 90, 9):
+        calls = (fleet(prompt) for prompt in range(start, start + 9))
+        await asyncio.gather(*calls, return_exceptions=True)
+    assert asked["b"] < 20 < min(asked["a"], asked["c"])
+    assert len(fleet.states()) == 3
+    is_busy = False
+    assert "b" in await asyncio.gather(*map(fleet, range(90)))
+    assert [state.in_flight for state in fleet.states()] == [0, 0, 0]
 
 
 def test_fleets_that_make_no_sense_are_refused():
