@@ -43,7 +43,7 @@ from primeblocks.testing import tiny_models
 from primeblocks.weightsync.adapters import vllm as into_vllm
 
 MODEL = {"num_layers": 4, "hidden": 256, "num_experts": 16, "top_k": 4, "vocab": 2048}
-VERSIONS, AGENTS, TURNS = 3, 5, 4
+VERSIONS, AGENTS, TURNS = 2, 5, 4
 PROMPT, TOOL, GENERATED = 512, 96, 8
 LR = 1e-4
 CLOSE = 1e-4  # largest difference of log-probabilities, because the batches differ

@@ -68,7 +68,7 @@ WARM_BATCH, WARM_LR, WRONG = 32, 2e-3, 0.5
 # --- reinforcement learning ---
 STEPS, PROMPTS, GROUP, MAX_TURNS = 80, 16, 8, 4
 MAX_OFF_POLICY_STEPS, MAX_IN_FLIGHT = 2, 24  # steps, groups
-PROBE_EVERY, PROBED = 10, 32  # steps between measurements of the mismatch, questions
+PROBE_EVERY, PROBED = 5, 32  # steps between measurements of the mismatch, questions
 TIMEOUT_S, START_S = 120.0, 600.0
 # --- the comparison ---
 ARMS = {"replay": "with replay", "own": "without replay"}

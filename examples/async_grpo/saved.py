@@ -10,7 +10,7 @@ from pathlib import Path
 from primeblocks.async_loop import Journal
 
 WARM_VERSION = 1  # The engine starts with policy 0.
-SAVE_EVERY = 10  # steps between two saves of the weights
+SAVE_EVERY = 5  # steps between two saves of the weights
 
 
 class SavedRun:
@@ -32,7 +32,7 @@ class SavedRun:
         self.journal = Journal(folder / "journal")
 
     async def save(self, write: Callable[[Path], None], *, version: int) -> None:
-        """In every tenth step, save the weights. The journal may delete groups of earlier steps."""
+        """In every fifth step, save the weights. The journal may delete groups of earlier steps."""
         if self.journal is None or (version - WARM_VERSION) % SAVE_EVERY:
             return
         await asyncio.to_thread(write, self.folder / f"step-{version}")

@@ -15,7 +15,7 @@ from tests.deadlines import JOB_S
 from tests.engine_job import ENVIRONMENT
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-STEPS, KILL_AT = 14, 12
+STEPS, KILL_AT = 8, 6
 
 
 def processes_of(out: Path) -> list[str]:
@@ -54,9 +54,9 @@ def test_an_agent_learns_with_and_without_replay_through_kills(tmp_path):
     measured = []  # of both arms: k3 at one version, without replay and with it; routes that agree
     assert summary["killed_after"].keys() == summary["arms"].keys()
     for name, lines in summary["arms"].items():
-        # Killed at step 12 or 13; weights were saved at step 10, which is policy 11.
+        # Killed at step 6 or 7; weights were saved at step 5, which is policy 6.
         assert KILL_AT <= summary["killed_after"][name] < STEPS
-        assert [each["version"] for each in lines if "resumed" in each] == [11]
+        assert [each["version"] for each in lines if "resumed" in each] == [6]
         steps = [each for each in lines if "reward" in each]
         assert [each["version"] for each in steps] == [*range(2, STEPS + 2)]
         assert max(each["staleness"] for each in steps) <= 2
