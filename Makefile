@@ -21,7 +21,7 @@ test-examples: setup
 
 # Needs a virtual environment of its own.
 test-peers: setup
-	scripts/peers $(VENV)/bin/uv
+	scripts/peers
 
 # The wheel and the source distribution, in bare environments.
 test-packages: setup
@@ -30,7 +30,7 @@ test-packages: setup
 # All of these, with random tests at their stated size: hours.
 test-all: setup
 	scripts/check --full $(VENV)
-	scripts/peers $(VENV)/bin/uv
+	scripts/peers
 	scripts/packages $(VENV)/bin/uv
 	PYTHON=.venv-peers/bin/python benchmarks/gpu/run.sh --dry-run $$(mktemp -d)
 
