@@ -82,7 +82,8 @@ def mutants(package: Path, count: int, seed: int) -> list[tuple[Path, int]]:
     return random.Random(seed).sample(found, min(count, len(found)))
 
 
-def is_noticed(copy: Path, tests: list[str]) -> bool:
+def failure(copy: Path, tests: list[str]) -> str:
+    """Return the end of what failing tests print, or nothing."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     env = {
         **os.environ,
@@ -90,11 +91,18 @@ def is_noticed(copy: Path, tests: list[str]) -> bool:
     }  # Processes that tests start import the copy, too.
     try:
         done = subprocess.run(
-            command, cwd=copy, env=env, capture_output=True, timeout=DEADLINE_S, check=False
+            command,
+            cwd=copy,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        return True
-    return done.returncode != 0
+        return f"longer than {DEADLINE_S:g} s"
+    return done.stdout[-4000:] if done.returncode else ""
 
 
 def main() -> None:
@@ -108,8 +116,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(copy)], check=True)
-        if is_noticed(copy, tests):
-            raise SystemExit(f"{' '.join(tests)} fails as it is")
+        if found := failure(copy, tests):
+            raise SystemExit(f"{found}\n{' '.join(tests)} fails as it is")
         package = copy / "primeblocks" / options.package
         chosen = mutants(package, options.count, options.seed)
         noticed = 0
@@ -121,7 +129,7 @@ def main() -> None:
             line = file.read_text().splitlines()[node.lineno - 1].strip()
             changed = ast.fix_missing_locations(Change(node).visit(tree))
             file.write_text(ast.unparse(changed) + "\n")
-            if is_noticed(copy, tests):
+            if failure(copy, tests):
                 noticed += 1
             else:
                 print(
