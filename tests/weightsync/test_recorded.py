@@ -13,7 +13,7 @@ from torch import nn
 from primeblocks.errors import PlanError
 from primeblocks.layout import Shard
 from primeblocks.weightsync import describe, plan_sync, verify_engine
-from primeblocks.weightsync.adapters.vllm.loads import unfilled
+from primeblocks.weightsync.adapters.vllm.loads import to_fill, unfilled
 from primeblocks.weightsync.convert.conversion import Reads, filling, record_reads, record_wiring
 from primeblocks.weightsync.observed import observe
 from tests.weightsync.toy_engine import moved
@@ -172,11 +172,12 @@ def test_a_load_must_fill_parameters_and_the_corrections_of_routers():
     plain, fp8 = (
         SimpleNamespace(model_config=SimpleNamespace(quantization=q)) for q in (None, "fp8")
     )
-    assert unfilled(model, None, plain, {}) == []
+    expected = to_fill(model)
+    assert unfilled(expected, None, plain) == []
     every = ["e_score_correction_bias", "input_scale", "weight"]
-    assert unfilled(model, (), plain, {}) == every
-    assert unfilled(model, every[1:], plain, {}) == every[:1]
-    assert unfilled(model, (), fp8, {}) == ["e_score_correction_bias", "weight"]
+    assert unfilled(expected, (), plain) == every
+    assert unfilled(expected, every[1:], plain) == every[:1]
+    assert unfilled(expected, (), fp8) == ["e_score_correction_bias", "weight"]
 
 
 PADDED = {

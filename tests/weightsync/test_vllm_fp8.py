@@ -1,6 +1,7 @@
-"""Codes and scales into a real vLLM whose weights are FP8: what a fresh engine says, bit for bit.
+"""Updates of a real vLLM that computes in FP8. It answers as a fresh engine does, bit for bit.
 
-vLLM 0.32 has FP8 in blocks on a CPU with AMX alone.
+The trainer sends codes and scales, or vLLM quantizes the weights that it loads. FP8 in blocks
+needs a CPU with AMX in vLLM 0.32. FP8 with a scale per output channel runs on all CPUs.
 """
 
 import gc
@@ -22,17 +23,16 @@ from tests.engine_job import call
 from tests.weightsync.vllm_site import (
     CARRIERS,
     ENGINE,
+    SIZES,
     TIMEOUT_S,
+    Trainer,
     error_of,
     greedy,
     needs,
     trainer_end,
 )
 
-pytestmark = [
-    *needs("vllm"),
-    pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM's FP8 needs AMX"),
-]
+pytestmark = needs("vllm")
 
 RULE = r"mlp\.(gate|up|down)_proj"
 QUANTIZED = {
@@ -47,6 +47,8 @@ QUANTIZED = {
 
 @pytest.fixture(scope="module", params=[1, 2])
 def saw(request, tmp_path_factory):
+    if not torch.cpu._is_amx_tile_supported():
+        pytest.skip("vLLM's FP8 in blocks needs AMX")
     if request.param != 1 and not request.config.getoption("--full"):
         pytest.skip("two engines of two workers more: --full")
     return call(_see, tmp_path_factory.mktemp("fp8"), request.param)
@@ -126,3 +128,34 @@ def test_codes_and_scales_are_served_as_by_a_fresh_engine(saw, kind):
     assert list(said) == [saw["fresh"], saw["start"], saw["fresh"]]
     assert saw["fresh"] != saw["start"]
     assert saw["shard"] <= 1.05  # Of a worker's even share of all bytes.
+
+
+def test_weights_that_vllm_quantizes_are_served_as_by_a_fresh_engine(tmp_path):
+    errors, said, fresh = call(_quantized_by_vllm, tmp_path)
+    assert errors == [("", "")] * 2
+    assert said == [fresh[0], fresh[1], fresh[0]]
+    assert fresh[0] != fresh[1]
+
+
+def _quantized_by_vllm(folder):
+    """Errors of updates to seeds 1 and 0; what is said before and after each; and by fresh ones."""
+    import vllm
+
+    def start(seed):
+        path = folder / f"from-{seed}"
+        tiny_models.save("qwen3", path, seed=seed, dtype="bfloat16", **SIZES)
+        options = {**ENGINE, **adapter.engine_args(), "quantization": "fp8_per_channel"}
+        return vllm.LLM(str(path), dtype="bfloat16", **options)
+
+    register()
+    trainer, llm = Trainer("bfloat16", folder, "qwen3"), start(0)
+    adapter.attach_llm(llm, trainer.plan, trainer.transport)
+    errors, said = [], [greedy(llm)]
+    for version, seed in ((1, 1), (2, 0)):
+        receipt = trainer.publish(version, seed=seed)
+        errors.append(error_of(adapter.update_llm, llm, receipt, timeout_s=TIMEOUT_S))
+        said.append(greedy(llm))
+    del llm
+    gc.collect()
+    trainer.transport.close()
+    return errors, said, [said[0], greedy(start(1))]

@@ -19,7 +19,7 @@ from primeblocks.weightsync.manifest import NEVER_ROUNDED
 from tests.deadlines import START_S
 from tests.engine_job import call
 from tests.weightsync.toy_engine import moved
-from tests.weightsync.vllm_site import needs
+from tests.weightsync.vllm_site import error_of, needs
 
 pytestmark = needs("vllm")
 
@@ -137,9 +137,16 @@ def test_what_is_recorded_is_what_the_loader_does(loads):
 
 def test_a_layer_with_two_names_and_the_scales_of_its_kernel_is_recorded():
     """As shared experts in float8: vLLM makes the scales after it has loaded the weights."""
-    lacking, devices = call(_shared)
+    lacking, devices, *_ = call(_shared)
     assert lacking == []
     assert devices == {"layer.weight": "cpu", "layer.weight_scale": "cpu"}
+
+
+def test_an_update_need_not_have_the_scales_that_vllm_computes():
+    *_, held, error, missing = call(_shared)
+    assert held == {"layer.weight": 6.0, "layer.weight_scale": 2.0}
+    assert error == "TransferError"
+    assert "2 parameters would keep their old values, such as experts.layer.weight." in missing
 
 
 def _shared():
@@ -152,8 +159,9 @@ def _shared():
         def create_weights(self, *_, **__): ...
         def apply(self, *_, **__): ...
         def process_weights_after_loading(self, layer):
+            scale = layer.weight.data[0, 0] - 4
             replace_parameter(layer, "weight", layer.weight.data.half())
-            replace_parameter(layer, "weight_scale", torch.ones(1))
+            replace_parameter(layer, "weight_scale", scale.reshape(1))
 
     class Model(nn.Module):
         def __init__(self):
@@ -161,14 +169,14 @@ def _shared():
             self.layer, self.experts = nn.Linear(4, 4, bias=False), nn.Module()
             self.experts.layer = self.layer  # The second name.
             self.layer.quant_method = Scales()
-            self.layer.weight.weight_loader = lambda into, loaded_weight: into.data.copy_(
+            self.layer.weight.weight_loader = lambda param, loaded_weight: param.data.copy_(
                 loaded_weight
             )
 
         def load_weights(self, tensors):
-            ((name, tensor),) = tensors
-            self.layer.weight.weight_loader(self.layer.weight, tensor)
-            return {name}
+            for _, tensor in (rows := list(tensors)):
+                self.layer.weight.weight_loader(self.layer.weight, tensor)
+            return {name for name, _ in rows}
 
     model = Model()
     layerwise.record_metadata_for_reloading(model)
@@ -177,7 +185,11 @@ def _shared():
     config.model_config = SimpleNamespace(quantization="fp8")
     checkpoint = describe({"layer.weight": torch.zeros(4, 4)}).whole()
     lacking = record_load(model, checkpoint, config).lacking
-    return lacking, {name: one.device.type for name, one in model.named_parameters()}
+    devices = {name: one.device.type for name, one in model.named_parameters()}
+    engine = _engine_of(model, quantization="fp8")
+    engine._load([("layer.weight", torch.full((4, 4), 6.0))])
+    held = {name: one.max().item() for name, one in model.named_parameters()}
+    return lacking, devices, held, *error_of(engine._load, [])
 
 
 def test_a_cast_of_what_is_not_rounded_is_no_warning():
@@ -241,8 +253,6 @@ def _fails_at_its_end():
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    from primeblocks.weightsync.adapters.vllm.worker import PrimeblocksEngine
-
     class Method(QuantizeMethodBase):
         is_full = False
         create_weights = apply = None
@@ -256,10 +266,7 @@ def _fails_at_its_end():
     method = Method()
     model = _TwoLayers(method)
     record_metadata_for_reloading(model)
-    engine = object.__new__(PrimeblocksEngine)
-    engine._updated, engine._direct = model, []
-    engine.model_config = SimpleNamespace(quantization=None, dtype=torch.float32)
-    engine.vllm_config = SimpleNamespace(model_config=engine.model_config)
+    engine = _engine_of(model)
     errors, held = [], []
     for version in (1.0, 2.0, 3.0):
         method.is_full = version == 2.0
@@ -270,3 +277,14 @@ def _fails_at_its_end():
             errors.append(type(error).__name__)
         held.append(model.rows())
     return errors, held[1], held[2]
+
+
+def _engine_of(model, *, quantization=None):
+    """A worker's end that was attached and updates this model."""
+    from primeblocks.weightsync.adapters.vllm.worker import PrimeblocksEngine
+
+    engine = object.__new__(PrimeblocksEngine)
+    engine._updated, engine._direct = model, []
+    engine.model_config = SimpleNamespace(quantization=quantization, dtype=torch.float32)
+    engine.vllm_config = SimpleNamespace(model_config=engine.model_config)
+    return engine

@@ -27,6 +27,7 @@ __all__ = [
     "record_load",
     "refresh_copies",
     "tied",
+    "to_fill",
     "unfilled",
     "with_draft",
     "with_drafts",
@@ -164,7 +165,7 @@ def record_load(model: Any, checkpoint: Manifest, config: Any) -> Recorded:
         with casts_untold():
             loaded = model.load_weights(tensors)
 
-    with set_current_vllm_config(config), _unprocessed(model) as called:
+    with set_current_vllm_config(config), _unprocessed(model) as (expected, called):
         held = itertools.chain(model.named_parameters(), model.named_buffers())
         into = {_loader_name(name): one for name, one in held}
         reads = record_reads(load, checkpoint, into=into)
@@ -176,7 +177,7 @@ def record_load(model: Any, checkpoint: Manifest, config: Any) -> Recorded:
             if loaded is not None and _loader_name(f"{prefix}.{name}") in loaded
             if f"{prefix}.{name}" not in owners  # Their owners' loaders load them.
         ]
-        lacking = unfilled(model, loaded, config, {})
+        lacking = unfilled(expected, loaded, config)
         for name, written in reads.written.items():
             size = get_tensor_load_numel(into[name])  # Without the padding that vLLM declares.
             if written < size:
@@ -213,8 +214,8 @@ def tied(model: Any) -> dict[str, str]:
     return found
 
 
-def begin_reload(model: Any) -> dict[str, str]:
-    """Begin vLLM's reload, in which a tied parameter would become its own. Return `tied`."""
+def begin_reload(model: Any) -> dict[str, Tensor]:
+    """Begin vLLM's reload, in which a tied parameter would become its own. Return `to_fill`."""
     from vllm.model_executor.model_loader.reload import layerwise
 
     names = tied(model)
@@ -224,7 +225,7 @@ def begin_reload(model: Any) -> dict[str, str]:
         mine, held = model.get_submodule(path)._parameters, model.get_submodule(first)._parameters
         if own in mine and its in held:  # Kernels may have added other ones.
             mine[own] = held[its]
-    return names
+    return to_fill(model)
 
 
 def give_memory(layer: Any) -> None:
@@ -266,28 +267,30 @@ def refresh_copies(model: Any) -> None:
             layer.quant_method.process_weights_after_loading(layer)
 
 
-def unfilled(
-    model: Any, loaded: Collection[str] | None, config: Any, owners: Mapping[str, str]
-) -> list[str]:
-    """Return the parameters that a load left out.
-
-    Args:
-        loaded: what `load_weights` returned.
-        owners: what `begin_reload` returned.
-    """
-    if loaded is None:  # This loader does not return names.
-        return []
-    # Shared experts may have two names, and are loaded under one of them.
+def to_fill(model: Any) -> dict[str, Tensor]:
+    """Return what a load must fill in a model that has the parameters of its checkpoint."""
     every = list(model.named_parameters(remove_duplicate=False))
     # The only buffers in a checkpoint are the corrections of routers.
     buffers = model.named_buffers(remove_duplicate=False)
     every += [row for row in buffers if row[0].endswith("e_score_correction_bias")]
-    expected = [(_loader_name(name), one) for name, one in every]
-    have = {one for name, one in expected if name in loaded}
-    for name, owner in owners.items():  # Of a layer that was loaded, the parameter is another.
-        if _loader_name(owner) in loaded:
-            have |= {one for other, one in every if other == name}
-    left = sorted(name for name, one in expected if one not in have)
+    return {_loader_name(name): one for name, one in every}
+
+
+def unfilled(
+    expected: Mapping[str, Tensor], loaded: Collection[str] | None, config: Any
+) -> list[str]:
+    """Return the names of parameters that a load left out.
+
+    Args:
+        expected: what `begin_reload` returned. During a load, vLLM adds parameters that it computes
+            itself, such as the scales of weights that it quantizes.
+        loaded: what `load_weights` returned.
+    """
+    if loaded is None:  # This loader does not return names.
+        return []
+    # Shared experts and tied parameters have several names, and are loaded under one of them.
+    have = {one for name, one in expected.items() if name in loaded}
+    left = sorted(name for name, one in expected.items() if one not in have)
     if config.model_config.quantization is None:
         return left
     # A quantized checkpoint need not have all scales.
@@ -312,11 +315,11 @@ def _load(prefix: str, model: Any, tensors: Iterable[tuple[str, Tensor]]) -> set
 
 
 @contextmanager
-def _unprocessed(model: Any) -> Iterator[Callable[[Any], set[str]]]:
+def _unprocessed(model: Any) -> Iterator[tuple[dict[str, Tensor], Callable[[Any], set[str]]]]:
     """Give a model parameters without memory, in the shapes that its checkpoint fills.
 
-    Loaders are called as in an update. Yields a function that returns the names of the parameters
-    of a layer that were loaded.
+    Loaders are called as in an update. Yields what `begin_reload` returned, and a function that
+    returns the names of the parameters of a layer that were loaded.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -325,11 +328,14 @@ def _unprocessed(model: Any) -> Iterator[Callable[[Any], set[str]]]:
     packed = [
         (layer, n) for layer in model.modules() for n, p in layer._parameters.items() if p is None
     ]
-    begin_reload(model)
+    expected = begin_reload(model)
     # vLLM's function would allocate memory for a complete layer, and load the layer.
     layerwise._layerwise_process = lambda layer, info: None
     try:
-        yield lambda layer: {n for n, _ in layerwise.get_layerwise_info(layer).loaded_weights}
+        yield (
+            expected,
+            lambda layer: {n for n, _ in layerwise.get_layerwise_info(layer).loaded_weights},
+        )
     finally:
         layerwise._layerwise_process = process
         model._do_torchao_reload = model._original_do_torchao_reload

@@ -247,14 +247,14 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 info = layerwise.get_layerwise_info(layer.kv_b_proj)
                 weight = torch.empty_like(info.restore_metadata[0]["weight"], device="cpu")
                 layer.kv_b_proj.weight = nn.Parameter(weight, requires_grad=False)
-        owners = begin_reload(model)
+        expected = begin_reload(model)
         direct = [model.get_submodule(prefix) for prefix in self._direct]
         try:
             for layer in direct:
                 give_memory(layer)
             with casts_untold():
                 loaded = model.load_weights(tensors)
-            if missing := unfilled(model, loaded, self.vllm_config, owners):
+            if missing := unfilled(expected, loaded, self.vllm_config):
                 raise TransferError(
                     f"{len(missing)} parameters would keep their old values, such as {missing[0]}. "
                     "Add their names to the target manifest."
