@@ -1,8 +1,10 @@
 """Recorded loads of vLLM's own loaders, held to what they write: from where, and where to."""
 
+import gc
 import logging
 import multiprocessing
 import os
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -151,13 +153,10 @@ def test_an_update_need_not_have_the_scales_that_vllm_computes():
 
 def _shared():
     from vllm.config import VllmConfig
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.model_executor.utils import replace_parameter
 
-    class Scales(QuantizeMethodBase):
-        def create_weights(self, *_, **__): ...
-        def apply(self, *_, **__): ...
+    class Scales(_method()):
         def process_weights_after_loading(self, layer):
             scale = layer.weight.data[0, 0] - 4
             replace_parameter(layer, "weight", layer.weight.data.half())
@@ -250,19 +249,16 @@ class _TwoLayers(nn.Module):
 
 def _fails_at_its_end():
     """Errors of three loads, and what layers hold after the second and the third."""
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-    class Method(QuantizeMethodBase):
+    class Method(_method()):
         is_full = False
-        create_weights = apply = None
 
         def process_weights_after_loading(self, layer):
             if self.is_full:
                 self.is_full = False
                 raise MemoryError
 
-    Method.__abstractmethods__ = frozenset()
     method = Method()
     model = _TwoLayers(method)
     record_metadata_for_reloading(model)
@@ -279,6 +275,64 @@ def _fails_at_its_end():
     return errors, held[1], held[2]
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_graphs_read_the_tensors_of_the_first_kernel_after_a_sleep_and_an_update(kept):
+    assert call(_captured, "block", kept) == ("", [7.0, 7.0] if kept else None)
+
+
+def test_scales_of_graphs_that_an_update_would_leave_as_they_were_are_refused():
+    for scales, (captured, eager) in call(_refusals).items():
+        assert "CUDA graphs would read old scales of Experts" in captured, scales
+        assert "enforce_eager=True" in captured
+        assert eager == "", scales
+
+
+def _refusals():
+    kinds = ("nvfp4", "mxfp4", "static")
+    return {scales: [_captured(scales, graphs)[0] for graphs in (True, False)] for scales in kinds}
+
+
+def _captured(scales, graphs):
+    """The error of an attach, and what the first kernel then holds, if it is alive."""
+    from vllm.config import CUDAGraphMode
+    from vllm.model_executor.layers.fused_moe import config as settings
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    from primeblocks.weightsync.adapters.vllm.worker import InitInfo
+
+    one = torch.ones(1)
+    made = {
+        "block": lambda: settings.fp8_w8a8_moe_quant_config(one, one, block_shape=[128, 128]),
+        "static": lambda: settings.fp8_w8a8_moe_quant_config(one, one, one, one),
+        "nvfp4": lambda: settings.nvfp4_w4a16_moe_quant_config(one, one, one, one),
+        "mxfp4": lambda: settings.mxfp4_w4a16_moe_quant_config(one, one),
+    }
+
+    class Experts(_method()):
+        def process_weights_after_loading(self, layer):
+            self.moe_quant_config = made[scales]()
+            self.moe_kernel = SimpleNamespace(
+                fused_experts=SimpleNamespace(clamp_limit=torch.full((2,), 7.0), rank=0)
+            )
+
+    model = _TwoLayers(method := Experts())
+    record_metadata_for_reloading(model)
+    method.process_weights_after_loading(model.a)
+    engine = _engine_of(model)
+    engine.model = model
+    mode = CUDAGraphMode.FULL_AND_PIECEWISE if graphs else CUDAGraphMode.NONE
+    engine.vllm_config.compilation_config = SimpleNamespace(cudagraph_mode=mode)
+    engine.parallel_config = SimpleNamespace(enable_eplb=False)
+    engine.init_transfer_engine(InitInfo(transport={}, plan="no plan"))
+    error = engine.state.message if engine.state.error == "UnsupportedError" else ""
+    first = weakref.ref(method.moe_kernel.fused_experts.clamp_limit)
+    first().zero_()  # As a sleep that discards weights.
+    if not error:
+        engine._load((f"{name}.weight", torch.ones(3, 3)) for name in "ab")
+    gc.collect()
+    return error, None if first() is None or error else first().tolist()
+
+
 def _engine_of(model, *, quantization=None):
     """A worker's end that was attached and updates this model."""
     from primeblocks.weightsync.adapters.vllm.worker import PrimeblocksEngine
@@ -288,3 +342,13 @@ def _engine_of(model, *, quantization=None):
     engine.model_config = SimpleNamespace(quantization=quantization, dtype=torch.float32)
     engine.vllm_config = SimpleNamespace(model_config=engine.model_config)
     return engine
+
+
+def _method():
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    class Method(QuantizeMethodBase):
+        def create_weights(self, *_, **__): ...
+        def apply(self, *_, **__): ...
+
+    return Method

@@ -348,13 +348,15 @@ def test_a_worker_that_is_attached_again_does_not_wait_for_its_old_check(tmp_pat
 
 
 def _attached_again(folder):
+    from vllm.config import VllmConfig
+
     from primeblocks.weightsync.adapters.vllm.worker import InitInfo, PrimeblocksEngine, UpdateInfo
 
     weights = {"w": torch.zeros(4, 4)}
     plan = plan_sync([describe(weights)], describe(weights))
     worker = object.__new__(PrimeblocksEngine)  # Its __init__ needs the configuration of an engine.
     worker.model, worker.parallel_config = nn.Module(), SimpleNamespace(enable_eplb=False)
-    worker._known = plan.fingerprint(), 0
+    worker._known, worker.vllm_config = (plan.fingerprint(), 0), VllmConfig()
     with (
         FileTransport(folder, owner=True) as transport,
         Publisher(plan, weights, transport) as publisher,

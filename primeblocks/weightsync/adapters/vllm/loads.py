@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, overload
 
@@ -22,9 +22,11 @@ __all__ = [
     "Recorded",
     "WithDrafts",
     "begin_reload",
+    "captured_kernels",
     "casts_untold",
     "give_memory",
     "record_load",
+    "refresh_captured",
     "refresh_copies",
     "tied",
     "to_fill",
@@ -253,6 +255,55 @@ def give_memory(layer: Any) -> None:
 def _is_laid_out_as(one: Tensor, other: Tensor) -> bool:
     same = one.dtype == other.dtype and one.shape == other.shape
     return same and one.stride() == other.stride()
+
+
+def captured_kernels(models: Sequence[Any], config: Any) -> list[tuple[Any, Any]]:
+    """Return the layers of experts, with the kernels whose tensors CUDA graphs read.
+
+    A reload of quantized experts makes a new kernel. The graphs still read the first kernel's
+    tensors, so the caller keeps this kernel, and calls `refresh_captured` after each load.
+
+    Args:
+        config: vLLM's configuration of the worker.
+
+    Raises:
+        UnsupportedError: graphs read values that vLLM computes from the weights of experts and
+            stores outside of parameters.
+    """
+    from vllm.config import CUDAGraphMode
+
+    if config.compilation_config.cudagraph_mode == CUDAGraphMode.NONE:
+        return []
+    found = []
+    for layer in itertools.chain.from_iterable(model.modules() for model in models):
+        method = getattr(layer, "quant_method", None)
+        scales = getattr(method, "moe_quant_config", None)
+        if scales is not None and (
+            scales.weight_quant_dtype in ("nvfp4", "mxfp4") or scales.a1_scale is not None
+        ):
+            raise UnsupportedError(
+                f"after an update, CUDA graphs would read old scales of {type(method).__name__}, "
+                "because vLLM stores scales of NVFP4, of MXFP4 and of static activations outside "
+                "of parameters. Start the engine with enforce_eager=True, or serve experts in "
+                "bfloat16 or block-scaled FP8."
+            )
+        if (kernel := getattr(method, "moe_kernel", None)) is not None:
+            found.append((layer, kernel))
+    return found
+
+
+def refresh_captured(kernels: Iterable[tuple[Any, Any]]) -> None:
+    """Copy the tensors of new kernels into the first kernels. A sleep may have emptied these."""
+    for layer, first in kernels:
+        new = vars(layer.quant_method.moe_kernel.fused_experts)
+        for name, one in vars(first.fused_experts).items():
+            other = new.get(name)  # A kernel makes its workspace later, in its first step.
+            if (
+                isinstance(one, Tensor)
+                and isinstance(other, Tensor)
+                and _is_laid_out_as(other, one)
+            ):
+                one.data.copy_(other)
 
 
 def refresh_copies(model: Any) -> None:

@@ -44,9 +44,11 @@ from .kernels import observe_worker
 from .loads import (
     WithDrafts,
     begin_reload,
+    captured_kernels,
     casts_untold,
     give_memory,
     record_load,
+    refresh_captured,
     refresh_copies,
     unfilled,
     with_drafts,
@@ -97,6 +99,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     _reads: Reads | None = None
     _direct: Sequence[str] = ()
     _updated: nn.Module | None = None
+    _captured: list[tuple[Any, Any]] | None = None  # Since the first attach, before any update.
 
     @property
     def state(self) -> WorkerState:
@@ -118,6 +121,9 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     "vLLM's loader puts experts where they were before enable_eplb moved them. "
                     "Start the engine without enable_eplb."
                 )
+            if self._captured is None:
+                models = [one for one in (self.model, self.drafter) if one is not None]
+                self._captured = captured_kernels(models, self.vllm_config)
             plan = Plan.from_json(init_info.plan)
             key = plan.fingerprint(), init_info.first_reader
             if self._known != key:
@@ -267,6 +273,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
         finally:
             _finalize(model, self.model_config)
+            refresh_captured(self._captured or ())
 
 
 class WorkerExtension:
