@@ -1,4 +1,7 @@
-"""Tensors on each device: digests and deltas of the host's bytes, and versions from end to end."""
+"""Tensors on each device: digests and deltas of the host's bytes, and versions from end to end.
+
+At the end, what the handles of a faked GPU take of its memory. CUDA IPC has not run in a test.
+"""
 
 import pytest
 import torch
@@ -14,7 +17,9 @@ from primeblocks.weightsync import (
 )
 from primeblocks.weightsync.delta import apply_delta, encode_delta
 from primeblocks.weightsync.digest import bucket_digest, cast_and_digest
+from primeblocks.weightsync.transports import IpcTransport, carriers
 from tests.deadlines import HANG_S as TIMEOUT_S
+from tests.weightsync.contents import Engine, same_bytes
 
 # Of bfloat16 more than two pieces that cross a bus, with a ragged last one.
 ROWS, COLUMNS = 9, (1 << 20) + 3
@@ -79,3 +84,44 @@ def test_an_engine_on_the_device_loads_what_lies_there(device, full_every, tmp_p
             assert (sent.bytes < plan.blob_bytes) is (full_every > 1 < version)
             for name, tensor in weights.items():
                 assert_same_bits(engine[name], tensor)
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """GPU 0, whose memory is host memory. Returns its buffers, by their handle."""
+    empty, buffers = torch.empty, []
+
+    def on_host(*args, device=None, **kwargs):
+        is_fake = device is not None and torch.device(device).type == "cuda"
+        return empty(*args, device="cpu" if is_fake else device, **kwargs)
+
+    def handle(buffer):
+        buffers.append(buffer)
+        return [len(buffers) - 1]
+
+    monkeypatch.setattr(torch, "empty", on_host)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(carriers, "_uuid", lambda device: "GPU-0")
+    monkeypatch.setattr(carriers, "_cuda_handle", handle)
+    monkeypatch.setattr(carriers, "_open_cuda", lambda note: buffers[note["cuda"][0]][:])
+    return buffers
+
+
+def test_deltas_from_a_gpu_take_no_memory_of_it(fake_gpu, tmp_path):
+    """Torch frees a GPU buffer that was shared only if one process opened it, once."""
+    weights, engine = {"a": torch.arange(600)}, Engine()
+    source = describe(weights)
+    planned = plan_sync([source], source.whole(), bucket_bytes=1 << 20)
+    with (
+        IpcTransport("policy", owner=True, device="cuda", root=str(tmp_path)) as owner,
+        Publisher(planned, weights, owner, full_every=99) as publisher,
+        Subscriber(planned, engine, owner) as subscriber,
+    ):
+        for version in range(6):
+            weights["a"][version] = -1
+            base = publisher.publish(version, timeout_s=TIMEOUT_S).base
+            assert (base is None) is (version == 0)
+            subscriber.receive(timeout_s=TIMEOUT_S)
+            assert same_bytes(engine.tensors, weights)
+    assert len(fake_gpu) == 1

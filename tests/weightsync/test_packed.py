@@ -296,6 +296,17 @@ def test_only_fetches_of_full_versions_use_a_spare_buffer():
     assert place(fetch(again=True)) == place(full)
 
 
+def test_deltas_go_from_host_memory_to_host_memory():
+    wire = LocalWire()
+    wire.share, wire.read = (lambda buffer: {}), (lambda reads, *, deadline: None)
+    carrier = WireCarrier(wire, device="meta")
+    assert Pool(carrier).take(1, 10).is_meta
+    assert not Pool(carrier, device="cpu").take(1, 10).is_meta
+    for again in (True, False):
+        opened = carrier.fetch([Span({}, 0, 10)], again=again, deadline=soon())
+        assert opened.parts[0].is_meta is again
+
+
 def test_a_pool_uses_buffers_again():
     made, dropped, wire = [], [], LocalWire()
     wire.share = lambda buffer: made.append(buffer) or {}

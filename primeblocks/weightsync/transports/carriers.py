@@ -2,8 +2,9 @@
 
 A carrier makes the buffers of this process (`make`, `drop`), and fetches spans of the buffers of
 other processes. With `again`, `fetch` keeps mappings or memory for a later fetch of the same
-buffers or sizes. `fetch` raises TransferError if a process has ended or has dropped its buffer, and
-DeadlineError if the spans were not fetched in time.
+buffers or sizes. Without `again`, spans are in place or in host memory. `fetch` raises
+TransferError if a process has ended or has dropped its buffer, and DeadlineError if the spans were
+not fetched in time.
 
 With a handle, other processes of the machine open a buffer in place. A CPU buffer is anonymous
 shared memory, which they find through /proc. Torch's own handles of CPU tensors are not used,
@@ -109,12 +110,13 @@ class HandleCarrier:
     def spec(self) -> dict[str, Any]:
         return {"kind": "handles"}
 
-    def make(self, size_bytes: int) -> Shared:
+    def make(self, size_bytes: int, *, device: str | None = None) -> Shared:
+        where = self._device if device is None else torch.device(device)
         token = secrets.token_hex(8)
         note: dict[str, Any] = {"token": token, "bytes": size_bytes}
         try:
-            if self._device.type == "cuda":
-                buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+            if where.type == "cuda":
+                buffer = torch.empty(size_bytes, dtype=torch.uint8, device=where)
                 note |= {"uuid": _uuid(buffer.device), "cuda": _cuda_handle(buffer)}
                 return Shared(buffer, note)
             fd = allocate(_name(token), size_bytes)
@@ -125,7 +127,7 @@ class HandleCarrier:
         except (OSError, torch.OutOfMemoryError) as error:
             self._end(token)
             raise CapacityError(
-                f"cannot allocate {size_bytes:,} bytes on {self._device} for packed weights: "
+                f"cannot allocate {size_bytes:,} bytes on {where} for packed weights: "
                 f"{error}. Free memory, because a trainer rank needs twice the bytes that it "
                 "sends."
             ) from error
@@ -225,9 +227,10 @@ class WireCarrier:
     def spec(self) -> dict[str, Any]:
         return {"kind": "wire", "wire": self._wire.spec()}
 
-    def make(self, size_bytes: int) -> Shared:
+    def make(self, size_bytes: int, *, device: str | None = None) -> Shared:
+        where = self._device if device is None else torch.device(device)
         # At least 1 byte, because an empty buffer cannot be registered.
-        buffer = torch.empty(max(1, size_bytes), dtype=torch.uint8, device=self._device)
+        buffer = torch.empty(max(1, size_bytes), dtype=torch.uint8, device=where)
         return Shared(buffer, self._wire.share(buffer))
 
     def drop(self, shared: Shared) -> None:
@@ -240,7 +243,7 @@ class WireCarrier:
             buffer, self._spare = self._spare, None
         if buffer is None or len(buffer) != max(1, size_bytes):
             self._give_back(buffer, again=False)
-            buffer = self.make(size_bytes).buffer
+            buffer = self.make(size_bytes, device=None if again else "cpu").buffer
         parts = [buffer[starts[i] : starts[i] + span.bytes] for i, span in enumerate(spans)]
         reads = [Read(s.note, s.start, part) for s, part in zip(spans, parts, strict=True)]
         try:

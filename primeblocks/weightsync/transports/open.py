@@ -65,8 +65,8 @@ def IpcTransport(
     Args:
         name: one word that trainer and engines agree on.
         owner: true only on trainer rank 0.
-        device: the device on which this trainer rank packs weights. "cuda" is the current device of
-            this thread.
+        device: the device on which this trainer rank packs full versions. "cuda" is the current
+            device of this thread.
         keep: as for `PackedTransport`.
         root: the parent of the directory, on a tmpfs.
 
@@ -103,7 +103,8 @@ def PullTransport(
         wire: this process's wire, which is closed with the transport.
         name: the name of this policy, if several policies share the store.
         owner: true only on trainer rank 0.
-        device: the device of this process's buffers. "cuda" is the current device of this thread.
+        device: the device of this process's buffers of full versions. "cuda" is the current device
+            of this thread.
         keep: as for `PackedTransport`.
         lease_s: how long an engine may take to fetch one version, a finite number above 0. Only
             the value that the owner passes is used.

@@ -49,15 +49,15 @@ class PackedTransport:
     """A transport whose trainer ranks pack buffers, and whose engines fetch them at any time.
 
     Each trainer rank packs its part of a version into one buffer on its device. Two buffers are
-    used in turn, and each delta has a buffer of its own. An engine has a lease on the version it
-    fetches. A publish that needs a buffer again waits, until its deadline, for the leases on this
-    buffer to end. You may publish again after a failure. To join again, a restarted rank or engine
-    constructs its end of the transport. If the process of a trainer rank ends, no engine can fetch
-    its versions any more, and engines keep the versions that they have.
+    used in turn, and each delta has a buffer of its own in host memory. An engine has a lease on
+    the version it fetches. A publish that needs a buffer again waits, until its deadline, for the
+    leases on this buffer to end. You may publish again after a failure. To join again, a restarted
+    rank or engine constructs its end of the transport. If the process of a trainer rank ends, no
+    engine can fetch its versions any more, and engines keep the versions that they have.
 
-    A trainer rank needs memory for twice the bytes that it sends, and for its deltas. An engine
-    that reads in place needs memory for about three buckets of each trainer rank. Other engines
-    need memory for the buckets that they want, or for twice as many with `keep` or deltas.
+    A trainer rank needs memory for twice the bytes that it sends, and host memory for its deltas.
+    An engine that reads in place needs memory for about three buckets of each trainer rank. Other
+    engines need memory for the buckets that they want, or for twice as many with `keep` or deltas.
 
     Args:
         commits: the `Commits` of this process, which is closed with the transport.
@@ -70,7 +70,9 @@ class PackedTransport:
     def __init__(self, commits: Commits, carrier: Carrier, *, keep: bool = False) -> None:
         self.commits, self._carrier, self._keep = commits, carrier, keep
         self._receive_until = 0.0
-        self._full, self._deltas = Pool(carrier), Pool(carrier)
+        # Deltas are made and applied on the host. Torch frees a shared GPU buffer only if it was
+        # opened and closed exactly once.
+        self._full, self._deltas = Pool(carrier), Pool(carrier, device="cpu")
 
     def spec(self) -> dict[str, Any]:
         parts = {"commits": self.commits.spec(), "carrier": self._carrier.spec()}
@@ -131,10 +133,13 @@ class PackedTransport:
 
 
 class Pool:
-    """The buffers of one trainer rank, by version, and at most one spare for the next version."""
+    """The buffers of one trainer rank, by version, and at most one spare for the next version.
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
+    `device` is the device of the buffers. None is the carrier's device.
+    """
+
+    def __init__(self, carrier: Carrier, *, device: str | None = None) -> None:
+        self._carrier, self._device = carrier, device
         self.used: dict[int, Shared] = {}
         self._spare: Shared | None = None
 
@@ -149,7 +154,7 @@ class Pool:
         size_bytes = max(1, size_bytes)  # An empty buffer cannot be mapped or registered.
         if self._spare is None or len(self._spare.buffer) != size_bytes:
             self._drop_spare()
-            self._spare = self._carrier.make(size_bytes)
+            self._spare = self._carrier.make(size_bytes, device=self._device)
         self.used[version], self._spare = self._spare, None
         return self.used[version].buffer
 
@@ -279,8 +284,7 @@ class _Incoming:
             buckets, opened = self._fetch(lease, again=False)
             with closing(opened):
                 payloads = {
-                    index: memoryview(part.cpu().numpy().tobytes())
-                    for index, part in buckets.items()
+                    index: memoryview(part.numpy().tobytes()) for index, part in buckets.items()
                 }
         return payloads
 
