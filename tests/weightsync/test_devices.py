@@ -3,6 +3,9 @@
 At the end, what the handles of a faked GPU take of its memory. CUDA IPC has not run in a test.
 """
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -104,7 +107,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(carriers, "_uuid", lambda device: "GPU-0")
     monkeypatch.setattr(carriers, "_cuda_handle", handle)
-    monkeypatch.setattr(carriers, "_open_cuda", lambda note: buffers[note["cuda"][0]][:])
+    monkeypatch.setattr(carriers, "_open_cuda", lambda note: buffers[note["cuda"][0]])
     return buffers
 
 
@@ -125,3 +128,34 @@ def test_deltas_from_a_gpu_take_no_memory_of_it(fake_gpu, tmp_path):
             subscriber.receive(timeout_s=TIMEOUT_S)
             assert same_bytes(engine.tensors, weights)
     assert len(fake_gpu) == 1
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_engine_keeps_no_mapping_of_a_gpu(keep, fake_gpu, tmp_path, monkeypatch):
+    """A mapping keeps the memory of a dead trainer, which the next trainer needs."""
+    mappings = []
+
+    def open_cuda(note):
+        mapped = fake_gpu[note["cuda"][0]].numpy()[:]
+        mappings.append(weakref.ref(mapped))
+        return torch.from_numpy(mapped)
+
+    monkeypatch.setattr(carriers, "_open_cuda", open_cuda)
+    weights, engine = {"a": torch.arange(600)}, Engine()
+    source = describe(weights)
+    planned = plan_sync([source], source.whole(), bucket_bytes=1 << 20)
+    with (
+        IpcTransport("policy", owner=True, device="cuda", root=str(tmp_path)) as owner,
+        IpcTransport("policy", root=str(tmp_path), keep=keep) as reader,
+        Publisher(planned, weights, owner) as publisher,
+        Subscriber(planned, engine, reader) as subscriber,
+    ):
+        for version in range(4):
+            weights["a"][version] = -1
+            publisher.publish(version, timeout_s=TIMEOUT_S)
+            subscriber.receive(timeout_s=TIMEOUT_S)
+            assert same_bytes(engine.tensors, weights)
+            assert len(mappings) == version + 1
+            gc.collect()
+            assert all(mapping() is None for mapping in mappings)
+    assert len(fake_gpu) == 2

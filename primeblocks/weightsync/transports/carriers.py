@@ -95,7 +95,10 @@ def starts_of(
 
 
 class HandleCarrier:
-    """A carrier whose reader opens the buffers in place. Each buffer is opened once."""
+    """A carrier whose reader opens the buffers in place.
+
+    A CPU buffer is opened once, and a GPU buffer once per version.
+    """
 
     def __init__(self, *, device: torch.device | str = "cpu") -> None:
         self._device = indexed(device)
@@ -145,7 +148,8 @@ class HandleCarrier:
         if any(len(part) != span.bytes for part, span in zip(parts, spans, strict=True)):
             raise CorruptionError("a buffer is smaller than its note says. Publish again.")
         if again:
-            self._keep(opened)
+            # A kept mapping would keep a GPU's memory after the trainer's process has ended.
+            self._keep({token: opened[token] for token in notes if "cuda" not in notes[token]})
         gpus = {part.device for part in parts if part.device.type == "cuda"}
 
         def close() -> None:
