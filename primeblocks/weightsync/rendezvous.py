@@ -11,12 +11,13 @@ import torch.distributed as dist
 
 from ..errors import DeadlineError, RankError, UnsupportedError, UsageError
 from .convert.conversion import Wiring, union
+from .held import left_s
 from .manifest import Manifest, NamedTensors, describe, gather_manifests
 from .parts import Encode, Encoder
 from .plan import Plan
 from .planner import BUCKET_BYTES, plan_sync
 from .transports.directory import SharedMemoryTransport
-from .transports.transport import ANNOUNCED, Commits, Transport
+from .transports.transport import ANNOUNCED, Commits, Transport, pauses
 
 __all__ = ["announce", "find"]
 
@@ -135,14 +136,14 @@ def _gathered(
 
 
 def _await_announced(commits: Commits, deadline: float) -> str:
-    never = threading.Event()
+    never, pause = threading.Event(), pauses(commits.look_s)
     while (text := commits.look(ANNOUNCED, deadline=deadline)) is None:
         if time.monotonic() >= deadline:
             raise DeadlineError(
                 "no trainer announced a plan in time. Check that the trainer runs and uses this "
                 f"name.{commits.hint()}"
             )
-        never.wait(commits.look_s)
+        never.wait(min(next(pause), left_s(deadline)))
     return text
 
 

@@ -1,12 +1,20 @@
-"""The versions from which a reader gets to the version that it takes."""
+"""The versions from which a reader gets to the version that it takes, and its wait for them."""
+
+import time
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeblocks.errors import TransferError
+from primeblocks import weightsync
+from primeblocks.errors import DeadlineError, TransferError
+from primeblocks.testing.faults import ManualClock
+from primeblocks.weightsync import rendezvous
 from primeblocks.weightsync.marker import Marker
-from primeblocks.weightsync.transports.transport import chain_to
+from primeblocks.weightsync.transports import transport
+from primeblocks.weightsync.transports.transport import ReceiveRequest, await_versions, chain_to
 
 
 def marker(version, base=None, run="r"):
@@ -35,3 +43,29 @@ def test_every_way_applies_deltas_in_order_to_what_they_are_deltas_to(full, data
         assert one.base in (None, has)
         has = one.version
     assert has == wanted.version
+
+
+@pytest.mark.parametrize("look_s", [0.002, 0.02, 0.1])
+@pytest.mark.parametrize("what", ["version", "plan"])
+def test_idle_readers_look_less_and_less_often(what, look_s, monkeypatch):
+    """A thousand readers may share one store, or read one large file."""
+    clock, looks = ManualClock(), []
+
+    def look(*_, **__):
+        looks.append(clock.now())
+        return () if what == "version" else None
+
+    commits = SimpleNamespace(look_s=look_s, look=look, markers=look, hint=str)
+    event = SimpleNamespace(Event=lambda: SimpleNamespace(wait=clock.advance))
+    monkeypatch.setattr(time, "monotonic", clock.now)
+    monkeypatch.setattr(transport, "threading", event)
+    monkeypatch.setattr(rendezvous, "threading", event)
+    waits = {
+        "version": partial(await_versions, commits, ReceiveRequest(None, 0, None, None, None, 100)),
+        "plan": partial(weightsync.find, SimpleNamespace(commits=commits), timeout_s=100),
+    }
+    with pytest.raises(DeadlineError):
+        waits[what]()
+    assert looks[1] - looks[0] == pytest.approx(look_s)
+    assert len(looks) < 100 / 0.25 + 12
+    assert looks[-1] == pytest.approx(100)

@@ -22,10 +22,11 @@ from ...errors import (
 )
 from ..held import left_s
 from ..marker import as_corruption
+from .transport import pauses
 
 __all__ = ["Board", "Go", "Transaction", "file_store", "store_spec", "tcp_store"]
 
-_LOOK_S, _LONGEST_LOOK_S = 0.005, 0.05  # Each pause between two looks is twice the one before.
+_LOOK_S, _LONGEST_LOOK_S = 0.005, 0.05
 # The store may answer this long after a deadline, so that a late call, such as an abort, works.
 _GRACE_S = 1.0
 _OPEN_S = 30.0
@@ -65,15 +66,14 @@ class Board:
         """
 
         def look() -> tuple[str, str] | None:
-            pause_s = _LOOK_S
+            pause = pauses(_LOOK_S, longest_s=_LONGEST_LOOK_S)
             while True:
                 for key in keys:
                     if self._store.check([self._key(key)]):
                         return key, self._store.get(self._key(key)).decode(errors="replace")
                 if not waits or time.monotonic() >= deadline:
                     return None
-                threading.Event().wait(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+                threading.Event().wait(next(pause))
 
         return self.call(look, deadline=deadline)
 

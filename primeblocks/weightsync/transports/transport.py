@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ...errors import ClosedError, CorruptionError, DeadlineError, TransferError, UsageError
-from ..held import Held, Lent
+from ..held import Held, Lent, left_s
 from ..marker import Marker
 from ..outgoing import Shipment
 from ..plan import Plan
@@ -28,6 +28,7 @@ __all__ = [
     "choose",
     "last_chain",
     "newest_only",
+    "pauses",
     "replaced",
     "retired",
 ]
@@ -186,8 +187,8 @@ class Lease(NamedTuple):
 class Commits(Protocol):
     """The versions of one owner, which begins and commits them, and the readers of each version.
 
-    One process constructs it with `owner=True`, and starts without versions. A wait looks at the
-    state of other processes every `look_s` seconds.
+    One process constructs it with `owner=True`, and starts without versions. A wait for a version
+    looks at the state of other processes again after `look_s` seconds, and then less often.
     """
 
     look_s: float
@@ -325,9 +326,17 @@ def last_chain(markers: Sequence[Marker]) -> tuple[Marker, ...]:
     return chain_to(markers[-1], markers, held=None) if markers else ()
 
 
+def pauses(first_s: float, *, longest_s: float = 0.25) -> Iterator[float]:
+    """Yield the seconds between looks. Each pause is twice the one before, up to `longest_s`."""
+    while True:
+        yield first_s
+        first_s = min(2 * first_s, longest_s)
+
+
 def await_versions(commits: Commits, request: ReceiveRequest) -> tuple[Marker, ...]:
     """Wait for the requested version, and return its chain from the version held."""
     never, deadline = threading.Event(), request.deadline
+    pause = pauses(commits.look_s)  # A thousand idle readers may share one store.
     while True:
         # A store that stalls has until the deadline to answer.
         markers = commits.markers(deadline=deadline)
@@ -342,4 +351,4 @@ def await_versions(commits: Commits, request: ReceiveRequest) -> tuple[Marker, .
                 f"{wanted} was not committed in time. This engine has version "
                 f"{request.served and request.served.version}, and the transport has {have}.{hint}"
             )
-        never.wait(min(commits.look_s, max(0.0, deadline - time.monotonic())))
+        never.wait(min(next(pause), left_s(deadline)))
