@@ -25,7 +25,7 @@ from .digest import Digest, as_buffer, cast_and_digest, taken
 from .held import in_time, packed_views
 from .parts import Parts
 from .plan import Plan
-from .progress import Progress
+from .progress import Counted, Progress
 
 __all__ = ["Pace", "Sent", "SentBytes", "Shipment"]
 
@@ -150,7 +150,8 @@ class Shipment:
         self.digests: dict[int, str] = {}
         self.sizes: dict[int, int] = {}
         self._parts, self._pool, self._deadline = parts, pool, deadline
-        self._progress = progress
+        self._counted = Counted(progress)
+        self._counted.begin(self.plan.written_bytes(self.rank))
         self._history, self._payloads = history, dict[int, memoryview]()
         if base is not None and (history is None or history.version != base):
             raise TransferError(
@@ -199,10 +200,9 @@ class Shipment:
         return (time.monotonic() - start) / len(payload)
 
     def _note(self, index: int, digest: str, size_bytes: int) -> None:
+        if index not in self.digests:  # A process group fills a bucket once for each reader.
+            self._counted.add(self.plan.buckets[index].bytes)
         self.digests[index], self.sizes[index] = digest, size_bytes
-        if self._progress is not None:
-            done = sum(self.plan.buckets[each].bytes for each in self.digests)
-            self._progress(done, self.plan.written_bytes(self.rank))
 
     def _fill(self, index: int, views: Views, into: Sequence[Tensor] | None) -> str:
         if self._history is None:

@@ -18,6 +18,7 @@ from primeblocks.weightsync import (
     verify_engine,
 )
 from primeblocks.weightsync.convert import record_wiring
+from primeblocks.weightsync.plan import Bucket
 from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import flip_sent
 
@@ -54,6 +55,32 @@ def test_bytes_are_told_bucket_by_bucket_also_of_deltas(setup):
         publisher.publish(version, timeout_s=TIMEOUT_S, progress=told)
         assert told == [(end, SIZE) for end in ends]
         setup.weights["b"][0] += 1
+
+
+def test_progress_costs_the_same_for_each_bucket(setup, monkeypatch):
+    reads, size_of = [], Bucket.bytes.fget
+    monkeypatch.setattr(Bucket, "bytes", property(lambda one: reads.append(one) or size_of(one)))
+    counts = []
+    for version, told in enumerate([None, Told()]):
+        reads.clear()
+        setup.publisher.publish(version, timeout_s=TIMEOUT_S, progress=told)
+        counts.append(len(reads))
+    assert len(setup.plan.buckets) > 8
+    assert counts[1] - counts[0] <= 2 * len(setup.plan.buckets)
+
+
+def test_a_bucket_that_is_filled_for_each_reader_is_told_once(setup):
+    class Twice:
+        def __getattr__(self, name):
+            return getattr(setup.transport, name)
+
+        def send(self, outgoing, *, deadline):
+            setup.transport.send(outgoing, deadline=deadline)
+            outgoing.digest_all()
+
+    setup.publisher._transport, told = Twice(), Told()
+    setup.publisher.publish(0, timeout_s=TIMEOUT_S, progress=told)
+    told.ends(SIZE)
 
 
 def test_an_error_of_progress_ends_the_publish_and_a_retry_succeeds(setup):
