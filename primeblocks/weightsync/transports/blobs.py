@@ -46,6 +46,7 @@ def allocate(name: str, size_bytes: int) -> int:
         OSError: there is not enough memory.
     """
     # Nothing else bounds anonymous memory: reserving too much would end in the kernel's OOM killer.
+    # This is the memory of the machine. A limit of a container is not seen.
     with open("/proc/meminfo") as file:
         rows = dict(line.split(":") for line in file)
     free_bytes = int(rows["MemAvailable"].split()[0]) * 1024

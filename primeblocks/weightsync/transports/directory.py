@@ -197,8 +197,8 @@ class SharedMemoryTransport(DirectoryTransport):
     Args:
         name: one word that trainer and engine agree on.
         owner: true only on trainer rank 0.
-        root: the mount point of a tmpfs. `root` contains the directory, but not the bytes of
-            versions.
+        root: the mount point of a tmpfs. `root` contains the directory, and so the bytes of deltas,
+            but not the bytes of full versions.
 
     Raises:
         UnsupportedError: this is not Linux 5.1 or newer, or `root` does not exist. Also raised, at
