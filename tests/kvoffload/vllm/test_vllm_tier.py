@@ -332,3 +332,13 @@ def test_rollouts_between_turns_wait_for_a_tool(pool, monkeypatch):
     pool.tier.on_request_finished(first)
     pool.request(rollout="b", waits={"a": "pytest", "b": "search"})
     assert said == [("a", "turn"), ("a", "pytest")]
+
+
+def test_the_end_of_a_request_reads_only_its_own_rollout(pool):
+    first, second, _ = (pool.request(rollout=name) for name in "aab")
+    active = pool.tier._active
+    pool.tier.on_request_finished(first)
+    assert active == {"a": 1, "b": 1}
+    pool.tier.on_request_finished(second)
+    assert pool.tier._active is active, "counts of all rollouts were copied"
+    assert dict(active) == {"b": 1}

@@ -215,7 +215,8 @@ class StoreTier(SecondaryTierManager):
         self._lost.pop(req_context.req_id, None)
         if request.rollout is not None:
             self._active[request.rollout] -= 1
-            self._active = +self._active
+            if self._active[request.rollout] <= 0:
+                del self._active[request.rollout]
             self._store.pause(request.rollout, "turn")
         for rollout in request.ends:
             self._store.end(rollout)
