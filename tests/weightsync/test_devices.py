@@ -1,10 +1,11 @@
 """Tensors on each device: digests and deltas of the host's bytes, and versions from end to end.
 
-At the end, what the handles of a faked GPU take of its memory. CUDA IPC has not run in a test.
+At the end, carriers of a faked GPU. CUDA IPC and NIXL on a GPU have not run in a test.
 """
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from primeblocks.weightsync import (
 from primeblocks.weightsync.delta import apply_delta, encode_delta
 from primeblocks.weightsync.digest import bucket_digest, cast_and_digest
 from primeblocks.weightsync.transports import IpcTransport, carriers
+from primeblocks.weightsync.transports.carriers import Span, WireCarrier
 from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import Engine, same_bytes
 
@@ -159,3 +161,16 @@ def test_an_engine_keeps_no_mapping_of_a_gpu(keep, fake_gpu, tmp_path, monkeypat
             gc.collect()
             assert all(mapping() is None for mapping in mappings)
     assert len(fake_gpu) == 2
+
+
+def test_a_wire_writes_to_a_gpu_after_all_queued_work(fake_gpu, monkeypatch):
+    """A load may still copy from the buffer of the last fetch, which the next fetch uses again."""
+    done = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(str(device)))
+    wire = SimpleNamespace(
+        share=lambda buffer: {}, read=lambda reads, *, deadline: done.append("read")
+    )
+    carrier = WireCarrier(wire, device="cuda")
+    for _ in range(2):
+        carrier.fetch([Span({}, 0, 10)], again=True, deadline=0.0).close()
+    assert done == 2 * ["cuda:0", "read"]

@@ -251,6 +251,9 @@ class WireCarrier:
         parts = [buffer[starts[i] : starts[i] + span.bytes] for i, span in enumerate(spans)]
         reads = [Read(s.note, s.start, part) for s, part in zip(spans, parts, strict=True)]
         try:
+            if again and self._device.type == "cuda":
+                # Queued work may still use this memory, and a wire does not wait for streams.
+                torch.cuda.synchronize(self._device)
             self._wire.read(reads, deadline=deadline)
         except BaseException:
             self._give_back(buffer, again=False)  # A read may still write to it.
