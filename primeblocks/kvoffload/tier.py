@@ -18,6 +18,9 @@ from .page import PageKey, frames_of
 
 __all__ = ["Found", "HostTier", "Loaded", "Record", "Saved", "Tier", "TierStatistics"]
 
+# The most that one call pins. vLLM 0.32 has the same limit, because drivers may refuse more.
+_PIN_BYTES = 64 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -215,8 +218,9 @@ class HostTier:
         self._slab = _reserve(self.capacity_pages * self.frame_bytes)
         self._pages = torch.from_numpy(self._slab).view(-1, self.frame_bytes)[:, :page_bytes]
         self._claimed = Lock()
+        self._pins: list[int] = []  # The addresses of the chunks that CUDA has pinned.
         if pinned:
-            _cuda("cudaHostRegister", self._slab.ctypes.data, self._slab.nbytes, 0)
+            self._pin()
 
     def claim(self) -> None:
         """Claim the pool for one store. Raises UsageError if another store has claimed the pool."""
@@ -242,10 +246,22 @@ class HostTier:
 
     def close(self) -> None:
         """Release the slab. Its memory is freed with its last view. A second call does nothing."""
-        if self.pinned and self._slab.nbytes:
-            _cuda("cudaHostUnregister", self._slab.ctypes.data)
+        while self._pins:
+            _cuda("cudaHostUnregister", self._pins.pop())
         self._slab = np.empty(0, dtype=np.uint8)
         self._pages = torch.empty(0, dtype=torch.uint8)
+
+    def _pin(self) -> None:
+        # Chunks have whole frames, so that no copy of a page touches two chunks.
+        step = max(1, _PIN_BYTES // self.frame_bytes) * self.frame_bytes
+        try:
+            for start in range(0, self._slab.nbytes, step):
+                chunk = self._slab[start : start + step]
+                _cuda("cudaHostRegister", chunk.ctypes.data, chunk.nbytes, 0)
+                self._pins.append(chunk.ctypes.data)
+        except CapacityError:
+            self.close()
+            raise
 
 
 def _reserve(size: int) -> np.ndarray:

@@ -1,10 +1,13 @@
 """One slab of frames in host memory."""
 
+from itertools import pairwise
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from primeblocks.errors import CapacityError, PlanError, UnsupportedError
-from primeblocks.kvoffload import HostTier
+from primeblocks.kvoffload import HostTier, tier
 from tests.kvoffload.conftest import FRAME, PAGE, SIZES
 
 
@@ -35,3 +38,38 @@ def test_host_memory_without_room_for_a_page_is_refused():
 def test_pinned_memory_needs_a_device():
     with pytest.raises(UnsupportedError, match="CUDA"):
         HostTier(capacity_bytes=FRAME, pinned=True, **SIZES)
+
+
+@pytest.mark.parametrize("limit", [0, FRAME - 1, 2 * FRAME, 2 * FRAME + 1, 99 * FRAME])
+@pytest.mark.parametrize("fails_at", [None, 0, 2])
+def test_memory_is_pinned_in_chunks_of_whole_frames(limit, fails_at, monkeypatch):
+    """Against a fake of CUDA's calls."""
+    pinned, sizes = {}, []
+
+    def register(at, size, flags):
+        if len(sizes) == fails_at:
+            return 2
+        pinned[at] = size
+        sizes.append(size)
+        return 0
+
+    def unregister(at):
+        return 0 if pinned.pop(at, 0) else 1
+
+    fake = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: None)  # It reads CUDA's error.
+    monkeypatch.setattr(tier, "_PIN_BYTES", limit)
+    step = min(5, max(1, limit // FRAME)) * FRAME
+    if fails_at is not None and fails_at * step < 5 * FRAME:
+        with pytest.raises(CapacityError, match="refused to pin the host tier: error 2"):
+            HostTier(capacity_bytes=5 * FRAME, pinned=True, **SIZES)
+    else:
+        host = HostTier(capacity_bytes=5 * FRAME, pinned=True, **SIZES)
+        assert sizes == [min(step, 5 * FRAME - start) for start in range(0, 5 * FRAME, step)]
+        assert min(pinned) == host.frame(0).ctypes.data
+        assert all(at + pinned[at] == after for at, after in pairwise(sorted(pinned)))
+        host.close()
+        host.close()
+    assert pinned == {}
