@@ -18,7 +18,13 @@ from primeblocks.errors import (
 )
 from primeblocks.weightsync import describe, plan_sync
 from primeblocks.weightsync.adapters.vllm import update_llm
-from primeblocks.weightsync.engines.remote import WorkerState, attach_steps, call, drive_sync
+from primeblocks.weightsync.engines.remote import (
+    Update,
+    WorkerState,
+    attach_steps,
+    call,
+    drive_sync,
+)
 from primeblocks.weightsync.marker import Receipt
 from primeblocks.weightsync.transports import FileTransport
 from tests.deadlines import HANG_S
@@ -68,6 +74,20 @@ def test_pages_of_the_old_weights_that_cannot_be_cleared_are_an_error():
     engine.requests = 0
     engine.update(2)
     assert (engine.held, engine.pages_of) == (([2, 2], "2", False), set())
+
+
+@pytest.mark.parametrize("timeout_s", [10_000, 2])
+def test_workers_that_check_bytes_are_asked_less_and_less_often(timeout_s):
+    steps, waits = Update(1).prepare(time.monotonic() + timeout_s), []
+    next(steps)
+    for _ in range(20):
+        waits.append(steps.send([{"busy": True}]).wait_s)
+    waits = [wait_s for wait_s in waits if wait_s]
+    assert len(waits) > 9
+    assert max(waits) <= 0.05 * timeout_s, "so that a worker is asked before the deadline"
+    if timeout_s > 2:
+        assert waits[:3] == [0.005, 0.01, 0.02]
+        assert waits[9:] == [1.0] * len(waits[9:])
 
 
 def test_an_update_that_was_left_open_is_closed_first():

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 from ... import errors
 from ...errors import DeadlineError, EngineError, PrimeblocksError, TransferError
+from ..held import left_s
 from ..plan import Plan
-from ..transports.transport import Transport
+from ..transports.transport import Transport, pauses
 
 __all__ = [
     "STATE",
@@ -36,7 +37,7 @@ __all__ = [
 
 STATE, VERIFY = "primeblocks_state", "primeblocks_verify"
 _LOOK_S = 0.05
-_BUSY_S = 0.1
+_BUSY_S = 1.0  # Each question to a server costs its process and ours milliseconds.
 
 
 class EngineCall(NamedTuple):
@@ -115,10 +116,11 @@ class Update:
             # An update whose caller ran into its deadline has left this session open.
             yield EngineCall("finish_weight_update")
         yield EngineCall("collective_rpc", (VERIFY, None, (self._info(self.version, deadline),)))
-        states, wait_s = _states((yield _ASK)), 0.005
+        states = _states((yield _ASK))
+        # A worker gives up after 0.9 of the time. Ask it at least once in the rest.
+        pause = pauses(0.005, longest_s=min(_BUSY_S, 0.05 * left_s(deadline)))
         while any(state.busy for state in states):
-            states = _states((yield _ASK._replace(wait_s=wait_s)))
-            wait_s = min(2 * wait_s, _BUSY_S)
+            states = _states((yield _ASK._replace(wait_s=next(pause))))
         _raise_first(states)
         return tuple(state.version for state in states)
 
