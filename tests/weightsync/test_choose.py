@@ -15,6 +15,7 @@ from primeblocks.weightsync import rendezvous
 from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.transports import transport
 from primeblocks.weightsync.transports.transport import ReceiveRequest, await_versions, chain_to
+from tests.deadlines import HANG_S
 
 
 def marker(version, base=None, run="r"):
@@ -61,11 +62,13 @@ def test_idle_readers_look_less_and_less_often(what, look_s, monkeypatch):
     monkeypatch.setattr(transport, "threading", event)
     monkeypatch.setattr(rendezvous, "threading", event)
     waits = {
-        "version": partial(await_versions, commits, ReceiveRequest(None, 0, None, None, None, 100)),
-        "plan": partial(weightsync.find, SimpleNamespace(commits=commits), timeout_s=100),
+        "version": partial(
+            await_versions, commits, ReceiveRequest(None, 0, None, None, None, HANG_S)
+        ),
+        "plan": partial(weightsync.find, SimpleNamespace(commits=commits), timeout_s=HANG_S),
     }
     with pytest.raises(DeadlineError):
         waits[what]()
     assert looks[1] - looks[0] == pytest.approx(look_s)
-    assert len(looks) < 100 / 0.25 + 12
-    assert looks[-1] == pytest.approx(100)
+    assert len(looks) < HANG_S / 0.25 + 12
+    assert looks[-1] == pytest.approx(HANG_S)
