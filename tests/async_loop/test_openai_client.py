@@ -56,6 +56,21 @@ def ask(reply: Reply, **other: Any) -> Any:
     return asyncio.run(on_server(reply, lambda client: generate(client, PROMPT, **arguments)))
 
 
+@pytest.mark.parametrize("extra", [{}, {"top_p": 0.5, "top_k": 20}])
+def test_no_sampling_default_of_the_checkpoint_is_left_to_the_server(extra):
+    asked = []
+
+    def reply(_: str, body: Any) -> Any:
+        asked.append(body)
+        return {"choices": [choice()]}
+
+    ask(reply, extra_body=extra)
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+    neutral |= {f"{name}_penalty": 0.0 for name in ("presence", "frequency")}
+    wanted = neutral | {"repetition_penalty": 1.0} | extra
+    assert {name: asked[0].get(name) for name in wanted} == wanted
+
+
 def test_rollouts_are_what_the_server_said():
     asked = []
 

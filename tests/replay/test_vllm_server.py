@@ -158,7 +158,11 @@ def test_a_damaged_answer_is_refused():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("server") / "model"
-    return tiny_models.save("glm4_moe", path, dtype="float32", init_std=0.08)
+    tiny_models.save("glm4_moe", path, dtype="float32", init_std=0.08)
+    sampling = {"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.2}
+    sampling |= {f"{name}_penalty": 1.5 for name in ("repetition", "presence", "frequency")}
+    (path / "generation_config.json").write_text(json.dumps(sampling))  # Must not apply.
+    return path
 
 
 @pytest.fixture(scope="module")

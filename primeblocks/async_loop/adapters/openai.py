@@ -7,9 +7,8 @@ Rollouts keep expert routes as the server sent them, in the attachment "routed_e
 (tested) and newer SGLang (not tested) do. `generate_tokens` uses vLLM's own protocol (with
 `--enable-scale-out`), which labels each token with the version of the weights.
 
-Start vLLM with `--logprobs-mode processed_logprobs --generation-config vllm`. Without these
-options, vLLM returns log-probabilities of a distribution that it did not sample from, and applies
-the checkpoint's sampling defaults.
+Start vLLM with `--logprobs-mode processed_logprobs`. Without this option, vLLM's log-probabilities
+ignore the temperature and other sampling parameters.
 """
 
 import json
@@ -70,21 +69,21 @@ async def generate(
         version: the version of the weights. If weights can change during the call, pass an async
             function that returns the server's version (`served_version` for vLLM). The function
             runs before and after the request, because the OpenAI protocol lacks versions of tokens.
-        extra_body: more fields of the request, which override arguments of this function.
+        extra_body: more fields of the request, which override arguments of this function. Without
+            them, top-k, top-p, min-p and penalties are off, whatever the checkpoint's defaults are.
 
     Raises:
         DeadlineError: no answer within `timeout_s`.
         CapacityError: the server has no room for the request now, or this process for a connection.
         EngineError: the server died, or its answer does not have the expected form.
         PrimeblocksError: the weights changed during the call, or the server aborted the request or
-            failed in it (status 500). A loop with `Retries` repeats the request, and a `Fleet` does
-            not drain the server.
+            failed in it (status 500). `Retries` repeat the request. A `Fleet` keeps the server.
         UnsupportedError: the server's answers have no log-probabilities or no token ids.
         UsageError: the server refused the request.
     """
     tokens = [int(token) for token in prompt]
     body = {
-        "return_token_ids": True,
+        **{"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "return_token_ids": True},
         "return_tokens_as_token_ids": True,  # Each log-probability names its token.
         "stop_token_ids": list(stop_token_ids),
         **({} if cache_salt is None else {"cache_salt": cache_salt}),
@@ -98,7 +97,8 @@ async def generate(
         before = await ask()
         raw = await client.completions.with_raw_response.create(
             model=model, prompt=tokens, max_tokens=max_tokens, n=n, temperature=temperature,
-            logprobs=0, seed=seed, extra_body=body, timeout=timeout_s,
+            top_p=1.0, presence_penalty=0.0, frequency_penalty=0.0, logprobs=0, seed=seed,
+            extra_body=body, timeout=timeout_s,
         )  # fmt: skip
         return before, raw.text, await ask()
 
