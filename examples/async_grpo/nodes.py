@@ -12,7 +12,6 @@ from primeblocks import weightsync
 from primeblocks.weightsync.transports import PullTransport, TcpWire, Transport
 
 TIMEOUT_S = 60.0
-LEASE_S = 20.0  # The time that a publish waits for an engine that died while reading.
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -51,7 +50,7 @@ def transport_over_tcp(store_host: str, store_port: int, *, host: str, owner: bo
     store = dist.TCPStore(
         store_host, store_port, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S)
     )
-    return PullTransport(store, TcpWire(host), owner=owner, lease_s=LEASE_S)
+    return PullTransport(store, TcpWire(host), owner=owner)
 
 
 def address_towards(host: str, port: int) -> str:

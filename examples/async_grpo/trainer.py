@@ -100,7 +100,7 @@ class Trainer:
         if use_fp8:  # Each weight is rounded once per step.
             fp8.WeightCache(model, self.optimizer)
         sources = weightsync.convert.gather_manifests(held)
-        self.sync_plan = weightsync.plan_sync(sources, whole, bucket_bytes=1 << 20)
+        self.sync_plan = weightsync.plan_sync(sources, whole)
         self.transport = transport
         self.publisher = weightsync.Publisher(
             self.sync_plan, model, self.transport, encode=transfer_encoding
