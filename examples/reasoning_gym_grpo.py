@@ -205,8 +205,14 @@ def be_a_rank(options: argparse.Namespace) -> None:
     checkpoint = Path(CHECKPOINT or folder.name)
     if CHECKPOINT is None:
         checkpoint_on_all(checkpoint, partial(make_checkpoint, options.seed))
-    use_replay = options.arm == "replay"
-    trainer = Trainer(checkpoint, device, transport_between_ranks(), use_replay=use_replay, lr=LR)
+    trainer = Trainer(
+        checkpoint,
+        device,
+        transport_between_ranks(),
+        use_replay=options.arm == "replay",
+        recompute=CHECKPOINT is not None,  # The activations of a large model do not fit in a GPU.
+        lr=LR,
+    )
     if trainer.rank == 0:
         asyncio.run(drive(trainer, checkpoint, options))
     else:

@@ -60,6 +60,7 @@ class Trainer:
         use_exact: bool = False,
         use_trees: bool = False,
         use_replay: bool = True,
+        recompute: bool = False,
         loss: str = "grpo",
         lr: float = LR,
     ) -> None:
@@ -69,6 +70,8 @@ class Trainer:
         with torch.device("meta"):  # Only names and shapes.
             config = AutoConfig.from_pretrained(checkpoint)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if recompute:  # Backward computes each layer again, so only the layers' inputs are stored.
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         held_as = torch.float32 if use_exact else torch.bfloat16
         whole = weightsync.describe(model, dtype=held_as)  # the engine's tensors
         transfer_encoding = None

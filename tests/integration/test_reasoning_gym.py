@@ -8,9 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from primeblocks import weightsync
 from primeblocks.errors import how_it_ended
+from primeblocks.rollout import Group, Rollout
+from primeblocks.testing import ranks, tiny_models
 from tests.deadlines import JOB_S
 from tests.engine_job import ENVIRONMENT
 
@@ -138,3 +143,70 @@ for each in tried:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=JOB_S, check=True
     )
     assert done.stdout.split() == ["ready", "refused", "refused", "refused"]
+
+
+LAYERS, EXPERTS, VOCABULARY, PROMPT = 2, 4, 64, 3
+
+
+def _rollout(reward, length):
+    chance = np.random.default_rng(length)
+    rows = chance.random((length - 1, LAYERS, EXPERTS)).argsort(-1)[..., :2].astype(np.uint8)
+    return Rollout(
+        tokens=chance.integers(4, VOCABULARY, length),
+        prompt_length=PROMPT,
+        logprobs=-4 - chance.random(length - PROMPT),
+        versions=np.zeros(length - PROMPT, int),
+        finish_reason="stop",
+        reward=reward,
+        attachments={"routed_experts": rows},
+    )
+
+
+def _train(checkpoint, folder, use_replay):
+    """Bytes that one step stores for backward, and its gradients: without and with recomputing."""
+    sys.path.insert(0, str(EXAMPLES))
+    from async_grpo.trainer import Trainer
+
+    groups = [Group("a prompt", [_rollout(i % 2, 9 + 2 * i) for i in range(6)], version=0)]
+    found = []
+    for recompute in (False, True):
+        transport = weightsync.SharedMemoryTransport(
+            f"recompute-{recompute}", owner=torch.distributed.get_rank() == 0, root=folder
+        )
+        trainer = Trainer(
+            checkpoint,
+            torch.device("cpu"),
+            transport,
+            use_replay=use_replay,
+            recompute=recompute,
+        )
+        stored, gradients = 0, {}
+
+        def count(tensor):
+            nonlocal stored
+            stored += tensor.nbytes
+            return tensor
+
+        def keep(optimizer, *_, model=trainer.model, gradients=gradients):
+            gradients.update({n: p.grad.full_tensor() for n, p in model.named_parameters()})
+
+        trainer.optimizer.register_step_pre_hook(keep)
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            trainer.train(groups)
+        trainer.close()
+        found.append((stored, gradients))
+    return found
+
+
+@pytest.mark.parametrize("use_replay", [True, False])
+def test_a_trainer_that_recomputes_layers_stores_less_and_has_the_same_gradients(
+    tmp_path, use_replay
+):
+    sizes = {"num_layers": LAYERS, "num_experts": EXPERTS, "top_k": 2, "vocab": VOCABULARY}
+    checkpoint = tiny_models.save("qwen3_moe", tmp_path / "model", dtype="float32", **sizes)
+    for each in ranks.run(_train, checkpoint, str(tmp_path), use_replay, world_size=2):
+        (most, wanted), (least, found) = each
+        assert least < most / 3
+        assert wanted.keys() == found.keys()
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(found[name], gradient, msg=name)
