@@ -243,7 +243,8 @@ def main() -> None:
     torch.set_num_threads(1)
     device = trainer_device()
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=START_S))
+    # Ranks wait in a collective while rank 0 starts the engine and attaches it.
+    dist.init_process_group(backend, timeout=timedelta(seconds=2 * START_S))
     folder = tempfile.TemporaryDirectory(prefix="primeblocks-")
     checkpoint = Path(folder.name) / "checkpoint"
     checkpoint_on_all(checkpoint, partial(tiny_models.save, "qwen3_moe", seed=SEED, **MODEL))

@@ -200,7 +200,8 @@ def be_a_rank(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     device = demo.trainer_device()
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=START_S))
+    # Ranks wait in a collective while rank 0 starts the engine and attaches it.
+    dist.init_process_group(backend, timeout=timedelta(seconds=2 * START_S))
     folder = tempfile.TemporaryDirectory(prefix="primeblocks-")
     checkpoint = Path(CHECKPOINT or folder.name)
     if CHECKPOINT is None:
