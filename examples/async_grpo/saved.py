@@ -1,9 +1,10 @@
 """The saved state of a run, from which a killed run continues.
 
-The folder of a run contains weights, Adam's moments and a journal.
+The folder of a run contains the newest saved weights and moments of Adam, and a journal.
 """
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,8 +36,11 @@ class SavedRun:
         """In every fifth step, save the weights. The journal may delete groups of earlier steps."""
         if self.journal is None or (version - WARM_VERSION) % SAVE_EVERY:
             return
-        await asyncio.to_thread(write, self.folder / f"step-{version}")
+        saved = self.folder / f"step-{version}"
+        await asyncio.to_thread(write, saved)
         self.journal.checkpointed(version)  # The journal may delete earlier groups.
+        for earlier in set(self.folder.glob("step-*")) - {saved}:  # Complete or not.
+            await asyncio.to_thread(shutil.rmtree, earlier)
 
     def close(self) -> None:
         if self.journal is not None:

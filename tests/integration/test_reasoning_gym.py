@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -143,6 +144,40 @@ for each in tried:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=JOB_S, check=True
     )
     assert done.stdout.split() == ["ready", "refused", "refused", "refused"]
+
+
+def test_a_run_keeps_its_newest_weights_only(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from async_grpo import saved
+
+    versions = [saved.WARM_VERSION + saved.SAVE_EVERY * i for i in (1, 2, 3)]
+    found = []
+
+    def write(folder):
+        """As the trainer does, after a look at what a kill at this moment would leave."""
+        unfinished = folder.with_suffix(".unfinished")
+        unfinished.mkdir(exist_ok=True)
+        (unfinished / "weights").write_text(folder.name)
+        found.append(sorted(path.name for path in tmp_path.glob("step-*")))
+        unfinished.rename(folder)
+
+    async def train():
+        run = saved.SavedRun(tmp_path)
+        run.close()
+        run.journal = mock.Mock()  # of a loop that made these steps
+        (tmp_path / "step-3.unfinished").mkdir()  # A kill left it.
+        for version in range(run.version + 1, versions[-1] + 1):
+            await run.save(write, version=version)
+
+    asyncio.run(train())
+    first, second, third = (f"step-{version}" for version in versions)
+    assert found[0] == sorted(["step-3.unfinished", f"{first}.unfinished"])
+    assert found[1:] == [[first, f"{second}.unfinished"], [second, f"{third}.unfinished"]]
+    run = saved.SavedRun(tmp_path)
+    run.close()
+    assert (run.version, run.weights.name) == (versions[-1], third)
+    assert [path.name for path in tmp_path.glob("step-*")] == [third]
+    assert (run.weights / "weights").read_text() == third
 
 
 LAYERS, EXPERTS, VOCABULARY, PROMPT = 2, 4, 64, 3
