@@ -1,10 +1,10 @@
-"""Run TRL 1.16's AsyncGRPOTrainer on a machine without CUDA.
+"""Run TRL 1.16's AsyncGRPOTrainer on a machine with or without a GPU.
 
-The constructor and the attention of AsyncGRPOTrainer need a GPU, and TRL has no option that avoids
-the GPU. The constructor looks up the peak FLOP rate of the CUDA device, which the trainer needs for
-its log. The attention is a FlashAttention 3 kernel from the model hub, for trees of samples with
-common prefixes. This file has a plain torch function for the attention, and registers the
-function in transformers under the name of the kernel.
+TRL has no option for a machine without CUDA. The constructor of AsyncGRPOTrainer looks up the peak
+FLOP rate of the CUDA device, which the trainer needs for its log. The attention is a FlashAttention
+3 kernel from the model hub, for trees of samples with common prefixes. This file has a plain torch
+function for the attention, and registers the function in transformers under the name of the kernel.
+The function needs neither CUDA nor the model hub.
 """
 
 from typing import Any
@@ -40,15 +40,13 @@ def tree_attention(
         values = value[:, :, path].repeat_interleave(groups, 1)
         scores = asked @ keys.transpose(-1, -2) * scaling
         before = len(path) - asked.shape[2]
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(before + 1)
+        hidden = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(before + 1)
         parts.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values)
     return torch.cat(parts, 2).transpose(1, 2), None
 
 
 def build(*args: Any, **kwargs: Any) -> async_grpo_trainer.AsyncGRPOTrainer:
     """Return an AsyncGRPOTrainer that runs on a machine with or without a GPU."""
-    if torch.cuda.is_available():
-        return async_grpo_trainer.AsyncGRPOTrainer(*args, **kwargs)
     async_grpo_trainer.get_peak_flops_per_device = lambda *_: None  # The rate is unknown.
     trainer = async_grpo_trainer.AsyncGRPOTrainer(*args, **kwargs)
     AttentionInterface.register(TREE_ATTENTION, tree_attention)

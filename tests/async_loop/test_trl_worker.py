@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AttentionInterface
 
 from primeblocks import async_loop, losses
 from primeblocks.errors import ClosedError, DeadlineError, EngineError, UsageError
@@ -227,6 +228,25 @@ def train(adapter, thread, checkpoint, monkeypatch, *, generate, receive, steps,
     )
     trainer.train()
     return trainer, transfer
+
+
+def test_the_attention_needs_no_kernel_of_the_hub_on_any_device(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    from async_grpo import trl_on_cpu
+
+    peer = trl_on_cpu.async_grpo_trainer
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    # The part of the constructor that registers TRL's own attention.
+    monkeypatch.setattr(peer, "AsyncGRPOTrainer", peer.register_tree_attention)
+    trl_on_cpu.build()
+    attention = AttentionInterface()[trl_on_cpu.TREE_ATTENTION]
+    bounds = torch.tensor([0, 3, 5])
+    query, key, value = (torch.empty(1, heads, 5, 8, device="meta") for heads in (4, 2, 2))
+    out, _ = attention(
+        None, query, key, value, None, tree_kv_index=torch.arange(5), tree_cu_seqlens_q=bounds,
+        tree_cu_seqlens_k=bounds, scaling=1.0,
+    )  # fmt: skip
+    assert out.shape == (1, 5, 4, 8)
 
 
 class Engine:
