@@ -61,7 +61,7 @@ class Weights:
         await into_vllm.attach(self.server, plan, memory, timeout_s=TIMEOUT_S)
 
     async def publish(self, version):
-        receipt = self.publisher.publish(version, timeout_s=TIMEOUT_S)
+        receipt = await asyncio.to_thread(self.publisher.publish, version, timeout_s=TIMEOUT_S)
         return await into_vllm.update(
             self.server, receipt, in_flight="continue", timeout_s=TIMEOUT_S
         )
