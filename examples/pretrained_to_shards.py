@@ -29,6 +29,7 @@ from primeblocks.parallel.adapters.transformers import (
 FOLDER = Path(tempfile.gettempdir()) / "pretrained_to_shards"
 MADE = FOLDER / "pretrained"
 CHECKPOINT = MADE  # Or another folder, or "Qwen/Qwen3-30B-A3B".
+RUN = FOLDER / str(CHECKPOINT).replace("/", "-")  # Each checkpoint has a run of its own.
 STEPS, ROWS, TOKENS, RATE = 2, 8, 32, 1e-2  # Steps per run, rows per batch of all ranks.
 CONFIG = Qwen3MoeConfig(
     vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
@@ -77,7 +78,7 @@ def main() -> None:
     parallelize(model, meshes)  # Allocates memory for this rank's parts.
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
 
-    whole = [path.parent for path in FOLDER.glob("step-*/.metadata")]
+    whole = [path.parent for path in RUN.glob("step-*/.metadata")]
     saved = sorted(whole, key=lambda path: int(path.name[5:]))
     start = int(saved[-1].name[5:]) if saved else 0
     if saved:  # Any number of ranks may have saved the weights and moments.
@@ -97,10 +98,10 @@ def main() -> None:
         if rank == 0:
             print(f"step {step}, loss {loss:.6f}")
     weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=FOLDER / f"step-{end}")
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=RUN / f"step-{end}")
     with tqdm(desc="save", unit="tensor", disable=rank > 0) as bar:
         # The files that from_pretrained and engines read.
-        save_pretrained(model, FOLDER / "trained", progress=shown_in(bar))
+        save_pretrained(model, RUN / "trained", progress=shown_in(bar))
     dist.barrier()  # Else a rank may abort at its end: Gloo drops the last tensors in a thread.
     dist.destroy_process_group()
 
