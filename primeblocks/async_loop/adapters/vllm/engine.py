@@ -66,9 +66,9 @@ def base_engine_args(
 
     The engine works on token ids, without a tokenizer. The engine returns log-probabilities of the
     distribution that it sampled from, and ignores the checkpoint's own sampling defaults. The model
-    is not compiled, because compiled models on a CPU return zeros as routes. The KV cache has
-    `kv_bytes` bytes. The engine does not normalise pixels, because transformers' processor has
-    normalised them.
+    is not compiled, because compiled models on a CPU return zeros as routes. On a GPU, you may pass
+    `enforce_eager=False` (not tested). The KV cache has `kv_bytes` bytes. The engine does not
+    normalise pixels, because transformers' processor has normalised them.
 
     Args:
         seed: the engine's seed. With None, each call draws one, because engines with equal seeds
