@@ -4,6 +4,7 @@ On one rank PEFT adapts experts too (`target_parameters`), so it is the oracle f
 """
 
 import copy
+import io
 import warnings
 from importlib.util import find_spec
 
@@ -16,7 +17,9 @@ from primeblocks.errors import UnsupportedError
 from primeblocks.parallel import clip_grad_norm_, global_token_count, plan_mesh, plan_sequence
 from primeblocks.parallel.experts import add_expert_lora, expert_lora_state_dict
 from primeblocks.testing import ranks, tiny_models
+from primeblocks.testing.oracles import assert_close_float64
 from tests.parallel.bodies import randomize
+from tests.parallel.test_lora import _ours, _rows
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
 ranks.preload("peft")
@@ -180,6 +183,25 @@ def test_a_step_equals_peft_on_one_rank():
     for found in ranks.run(_train_all, cases):
         for errors in found:
             assert max(errors.values()) < 1e-12, errors
+
+
+@torch.no_grad()
+def test_experts_follow_disable_adapter_of_peft():
+    import peft
+
+    model = _ours()
+    base = copy.deepcopy(model)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=RANK, target_modules=["gate"]), model)
+    add_expert_lora(model, rank=RANK, alpha=ALPHA)
+    randomize(_trained(model), seed=1)
+    torch.save(model, saved := io.BytesIO())
+    saved.seek(0)
+    adapted, plain = model(_rows()), base(_rows())
+    assert not torch.allclose(adapted, plain)
+    for one in (model, copy.deepcopy(model), torch.load(saved, weights_only=False)):
+        for enabled in (True, False, True):
+            one.gate.enable_adapters(enabled)
+            assert_close_float64(one(_rows()), adapted if enabled else plain)
 
 
 def _target_parameters():

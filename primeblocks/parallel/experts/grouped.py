@@ -163,7 +163,7 @@ def expert_linear(module: Any, name: str, tokens: Tensor, counts: Tensor) -> Ten
     else:
         out = _other_product(product, name, tokens, counts, weight, local("_bias"))
     a, b = local("_lora_A"), local("_lora_B")
-    if a is None or b is None:
+    if a is None or b is None or any(layer._disable_adapters for layer in module.lora_switches):
         return out
     inner = grouped_linear(tokens, counts, a.to(tokens.dtype)) * module.lora_scaling
     return out + grouped_linear(inner, counts, b.to(tokens.dtype))

@@ -39,8 +39,9 @@ def add_expert_lora(
     their forward raises UnsupportedError.
 
     Other modules do not change. To adapt other modules, apply PEFT before this function, because
-    PEFT freezes all parameters that PEFT did not add. Local. Call this function before
-    `fully_shard_moe`. Torch's random state must be equal on all ranks.
+    PEFT freezes all parameters that PEFT did not add. Inside `disable_adapter` of PEFT, the experts
+    then compute without their factors. Local. Call this function before `fully_shard_moe`. Torch's
+    random state must be equal on all ranks.
 
     Args:
         rank: the rank of the factors. If `rank` is a multiple of 8, torch's grouped kernel supports
@@ -73,9 +74,13 @@ def add_expert_lora(
         )
     for path, module, name in found:
         _check_bare(module, name, path or name)
+    # `disable_adapter` of PEFT sets this attribute in all layers of PEFT, so one layer is enough.
+    # In a list, the layer does not become a child of the experts.
+    switches = [m for m in model.modules() if hasattr(m, "_disable_adapters")][:1]
     for module in dict.fromkeys(module for _, module, _ in found):
         module.requires_grad_(False)
         module.lora_scaling = scaling
+        module.lora_switches = switches
         module.register_forward_pre_hook(_refuse_unless_applied)
     for _, module, name in found:
         _add_factors(module, name, rank, dtype)
