@@ -25,7 +25,7 @@ from ..errors import PlanError, UnsupportedError, check_counts
 from ..groups import agreed, check_tensors
 from ..layout import local_part
 from .experts.dispatcher import LocalDispatcher
-from .gathered import check_reduced, shards_of
+from .gathered import after_forward, check_reduced, shards_of
 from .mesh import Meshes, check_meshes
 
 __all__ = [
@@ -70,7 +70,7 @@ def fully_shard_moe(
         precision: dtypes of compute and reduction. Default: the dtype of the parameters.
         reshard_after_forward: free gathered parameters after forward and gather them again for
             backward. With `reshard_after_forward=False`, each micro-batch gathers parameters once
-            instead of twice.
+            instead of twice. A forward without gradients always frees gathered parameters.
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer states on the
             host. By default, shards, gradients and optimizer states are on the device.
 
@@ -129,6 +129,7 @@ def fully_shard_moe(
             # Request plain sums, because gloo has no scaled sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    model.register_forward_hook(after_forward)
     if meshes.plan.expert > 1:
         _prefetch(layers)
     meshes.models.add(model)

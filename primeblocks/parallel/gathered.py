@@ -1,22 +1,37 @@
 """Parameters that FSDP2 left gathered.
 
-A forward without a backward leaves at least the parameters of the root gathered. The model then
-lists gathered copies as its parameters. Gradients and optimizer steps belong to the shards.
+After a forward, FSDP2 keeps at least the parameters of the root gathered until the backward. The
+model then lists gathered copies as its parameters. Gradients, optimizer steps and `requires_grad`
+belong to the shards. No backward follows a forward without gradients, so a hook reshards the model.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..errors import PlanError
+from ..groups import outside_graphs
 from ..layout import local_part
 from .mesh import Meshes
 
-__all__ = ["check_reduced", "reshard", "shards_of"]
+__all__ = ["after_forward", "check_reduced", "reshard", "shards_of"]
+
+
+@outside_graphs
+def after_forward(model: nn.Module, args: object, output: object) -> None:
+    """Let the model list its shards after a forward without gradients. A hook. Local.
+
+    PEFT's `disable_adapter` freezes the listed parameters and later unfreezes them. If it froze
+    shards and unfroze gathered copies, FSDP2 would not train the parameters any more.
+    """
+    if not torch.is_grad_enabled():
+        for module in _units(model):
+            module.reshard()
 
 
 def reshard(model: nn.Module) -> None:

@@ -138,8 +138,23 @@ def test_parts_may_stay_on_the_host():
 
 
 def _forward(model):
+    return model(torch.ones(3, 6, dtype=torch.float64))
+
+
+def _step_after_an_evaluation(kept):
+    model, whole, meshes = _pair({"expert": 2}, {}, reshard_after_forward=not kept)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _backward(model, whole, meshes)
     with torch.no_grad():
-        return model(torch.ones(3, 6, dtype=torch.float64))
+        _forward(model)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    optimizer.step()
+    torch.optim.SGD(whole.parameters(), lr=0.1).step()
+    torch.testing.assert_close(_forward(model), _forward(whole))
+
+
+def test_a_forward_without_gradients_leaves_nothing_gathered():
+    ranks.run(each, _step_after_an_evaluation, [(False,), (True,)], world_size=4)
 
 
 def _after_a_forward_alone():

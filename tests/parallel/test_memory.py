@@ -289,8 +289,7 @@ def _phases(degrees):
         _sharded_step(twin, twins)
         if evaluate:  # Leaves the root's parameters gathered.
             for m in (model, twin):
-                with torch.no_grad():
-                    _loss(m, dist.get_rank(), 5)
+                _loss(m, dist.get_rank(), 5)
         with memory.released() as moved:
             kept = [p.to_local() for p in (*names.values(), *(p.grad for p in names.values()))]
             assert sum(x.untyped_storage().nbytes() for x in kept) == 0

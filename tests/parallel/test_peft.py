@@ -18,7 +18,7 @@ from primeblocks.parallel import clip_grad_norm_, global_token_count, plan_mesh,
 from primeblocks.parallel.experts import add_expert_lora, expert_lora_state_dict
 from primeblocks.testing import ranks, tiny_models
 from primeblocks.testing.oracles import assert_close_float64
-from tests.parallel.bodies import randomize
+from tests.parallel.bodies import each, randomize
 from tests.parallel.test_lora import _ours, _rows
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
@@ -46,13 +46,13 @@ def _trained(model):
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def _pair(family):
+def _pair(family, **options):
     """Linear layers adapted by PEFT and experts by us; and all by PEFT, to the same values."""
     import peft
 
     model = _model(family)
     whole = copy.deepcopy(model)
-    options = {"r": RANK, "lora_alpha": ALPHA}
+    options |= {"r": RANK, "lora_alpha": ALPHA}
     if family == "llama":
         config = peft.LoraConfig(**options, target_modules=ATTENTION + MLP)
         ours, theirs = (peft.get_peft_model(m, copy.copy(config)) for m in (model, whole))
@@ -202,6 +202,35 @@ def test_experts_follow_disable_adapter_of_peft():
         for enabled in (True, False, True):
             one.gate.enable_adapters(enabled)
             assert_close_float64(one(_rows()), adapted if enabled else plain)
+
+
+def _reference(model):
+    with torch.no_grad(), model.disable_adapter():
+        return model(input_ids=_tokens(0)[None], use_cache=False).logits
+
+
+def _references(degrees, kept):
+    """Reference forwards before, between and after two forwards and backwards."""
+    from primeblocks.parallel.adapters.transformers import parallelize
+
+    ours, theirs = _pair("qwen3_moe", modules_to_save=["lm_head"])
+    meshes = plan_mesh(world_size=dist.get_world_size(), **degrees).build("cpu")
+    parallelize(ours.get_base_model(), meshes, reshard_after_forward=not kept)
+    want = _reference(theirs)
+    for _ in range(2):
+        assert_close_float64(_reference(ours), want)
+        loss = _one_by_one(ours, dist.get_rank())
+        assert_close_float64(_reference(ours), want)
+        loss.backward()
+        for batch in range(meshes.plan.batch):
+            _one_by_one(theirs, batch).backward()
+    return _error(ours, theirs, lambda p: p.grad)
+
+
+def test_references_between_backwards_change_no_gradient():
+    cases = [({"expert": 2}, False), ({"expert": 2, "replicate": 2}, True)]
+    for found in ranks.run(each, _references, cases, world_size=4):
+        assert max(found) < 1e-12
 
 
 def _target_parameters():
