@@ -32,6 +32,11 @@ def after_forward(model: nn.Module, args: object, output: object) -> None:
     if not torch.is_grad_enabled():
         for module in _units(model):
             module.reshard()
+        return
+    for group in [each for unit in _units(model) for each in _groups(unit._get_fsdp_state())]:
+        trained = any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params)
+        if trained and group._orig_dtype is None:  # All were frozen at FSDP2's first forward.
+            group._init_mp_dtypes()
 
 
 def reshard(model: nn.Module) -> None:

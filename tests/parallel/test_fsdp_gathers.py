@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -155,6 +155,27 @@ def _step_after_an_evaluation(kept):
 
 def test_a_forward_without_gradients_leaves_nothing_gathered():
     ranks.run(each, _step_after_an_evaluation, [(False,), (True,)], world_size=4)
+
+
+def _unfrozen_later():
+    grads = []
+    for frozen in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard_moe(model, meshes_of(), layers=[], experts=[], precision=low)
+        if frozen:
+            model.requires_grad_(False)
+            with torch.no_grad():
+                model(torch.ones(1, 4))
+            model.requires_grad_(True)
+        model(torch.ones(1, 4)).float().sum().backward()
+        grads.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+    torch.testing.assert_close(*grads)
+
+
+def test_parameters_that_were_frozen_in_the_first_forward_are_trained():
+    ranks.run(_unfrozen_later, world_size=2)
 
 
 def _after_a_forward_alone():
