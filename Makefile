@@ -2,7 +2,7 @@
 VENV ?= .venv
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-examples test-peers test-packages test-all docs
+.PHONY: setup setup-examples demo test test-examples test-peers test-packages test-all docs
 setup: $(READY)
 
 $(READY): pyproject.toml scripts/setup requirements/cpu-overrides.txt requirements/cpu-constraints.txt
@@ -15,8 +15,10 @@ demo: setup
 test: setup
 	scripts/check $(VENV)
 
-test-examples: setup
+setup-examples: setup
 	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python -r pyproject.toml --extra reasoning_gym
+
+test-examples: setup-examples
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal -m example tests/integration
 
 # Needs a virtual environment of its own.

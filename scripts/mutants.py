@@ -102,7 +102,7 @@ def failure(copy: Path, tests: list[str]) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"longer than {DEADLINE_S:g} s"
-    return done.stdout[-4000:] if done.returncode else ""
+    return f"{done.stdout[-4000:]}\nexit code {done.returncode}" if done.returncode else ""
 
 
 def main() -> None:

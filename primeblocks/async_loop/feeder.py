@@ -103,8 +103,9 @@ class Feeder:
         self.finished = 0  # Groups that were put into the buffer and not yet trained on.
         self.drawn = 0
         self.exhausted = False
+        self._resumed: set[int] = set()  # Prompts with samples from before a resume.
         self.causes: Counter[str] = Counter()  # Failed attempts by type, since the last step.
-        self.failures_in_a_row = 0
+        self.failures_in_a_row = self._fatal = 0
         self.last_failure: BaseException | None = None
         self._failed: list[tuple[int, str]] = []  # Of these, the ledger does not know yet.
         self._logged: set[type[BaseException]] = set()
@@ -148,6 +149,7 @@ class Feeder:
                 elif sample <= last and len(job.samples) < last:
                     job.samples[sample] = trajectory
             self._again.append(job)
+        self._resumed = known.keys() - {ordinal for ordinal, _, kept in restored.again if not kept}
         return [group for _, group in restored.finished]
 
     def start(self, *, groups: int, requests: int, version: int) -> None:
@@ -170,33 +172,35 @@ class Feeder:
             samples = (i for i in range(each or 1) if i not in found.samples)
             self._pending.extend((found, sample) for sample in samples)
 
-    def ask_again(self, group: Group) -> None:
-        """Generate a dropped group's prompt again, before new prompts. Local."""
-        self.finished -= 1
-        self._restart(group.ordinal, group.prompt)
-
-    def drop_stale(self, version: int) -> int:
-        """With "drop", cancel groups in flight on which `version` may not train. Local.
-
-        If a group began in this run, its prompt leaves the run, because another attempt may take as
-        long. If only samples from before a resume are too old, the prompt is generated again.
-        Return the number of cancelled groups.
-        """
+    def stale(self, version: int) -> list[PromptJob]:
+        """Return the jobs in flight on which policy `version` may not train, with "drop"."""
         policy = self._buffer.staleness
         if policy.on_stale != "drop":
-            return 0
+            return []
         oldest = version - policy.max_off_policy_steps
-        stale = [job for job in self.jobs.values() if job.oldest_version < oldest]
-        for job in stale:
-            self._cancel(job)
-            if job.version >= oldest:
-                del self.jobs[job.ordinal]
-                self._restart(job.ordinal, job.prompt)
-                continue
-            self._leave(job, "failed: dropped, because its rollouts took too many steps")
-            if self._ledger is not None:
-                self._ledger.left_out(job.ordinal, "failed")
-        return len(stale)
+        return [job for job in self.jobs.values() if job.oldest_version < oldest]
+
+    def drop(self, item: Group | PromptJob) -> None:
+        """Drop a finished group that was removed from the buffer, or cancel a job. Local.
+
+        With "drop", the prompt leaves the run, because another attempt may take as long. Otherwise,
+        or if the samples are from before a resume, the prompt is generated again.
+        """
+        ordinal, ledger = item.ordinal, self._ledger
+        if isinstance(item, PromptJob):
+            self._cancel(item)
+            del self.jobs[ordinal]
+        else:
+            self.finished -= 1
+        if self._buffer.staleness.on_stale != "drop" or ordinal in self._resumed:
+            self._resumed.discard(ordinal)
+            self._again.append(PromptJob(ordinal, item.prompt))
+            if ledger is not None:
+                ledger.dropped(ordinal)
+            return
+        self._leaves(item.prompt, "failed: dropped, because its rollouts took too many steps")
+        if ledger is not None:
+            ledger.left_out(ordinal, "failed")
 
     async def close(self, timeout_s: float) -> None:
         """Cancel everything in flight."""
@@ -219,11 +223,6 @@ class Feeder:
         if self._ledger is not None:
             self._ledger.drawn(job.ordinal, prompt)
         return job
-
-    def _restart(self, ordinal: int, prompt: Any) -> None:
-        self._again.append(PromptJob(ordinal, prompt))
-        if self._ledger is not None:
-            self._ledger.dropped(ordinal)
 
     def _spawn(self, job: PromptJob, sample: int) -> None:
         task = asyncio.create_task(self._attempt(job, sample))
@@ -345,14 +344,15 @@ class Feeder:
         self._buffer.look_again()
 
     def _give_up(self, job: PromptJob, error: BaseException) -> None:
+        if not self.failures_in_a_row:  # If the engine is dead, no group in flight will finish.
+            self._fatal = max(self._retries.give_up_after, len(self.jobs))
         self._cancel(job)
         self._leave(job, reason := f"failed: {error!r}")
         if self._ledger is not None:
             self._failed.append((job.ordinal, reason))
         self.failures_in_a_row += 1
         self.last_failure = error
-        # If the engine is dead, all groups in flight fail before one finishes.
-        if self.failures_in_a_row >= max(self._retries.give_up_after, len(self.jobs)):
+        if self.failures_in_a_row >= self._fatal:
             raise error
 
     def _cancel(self, job: PromptJob) -> None:

@@ -23,7 +23,7 @@ from ..clock import Clock, MonotonicClock, within
 from ..errors import ClosedError, UsageError, check_counts, check_version
 from ..rollout import Group
 from .buffer import RolloutBuffer
-from .feeder import Feeder, Generate
+from .feeder import Feeder, Generate, PromptJob
 from .journal import Journal
 from .scheduler import AdaptiveLimit, Retries
 from .step import Step
@@ -47,8 +47,8 @@ class AsyncLoop:
 
     Args:
         prompts: any iterable, whose iterator is made with the loop. Each prompt is used once, and
-            again only if its finished group was dropped. The loop ends early (`ended`) if the
-            prompts run out before a batch is full.
+            again if its group was dropped and may be fresh next time. The loop ends early (`ended`)
+            if the prompts run out before a batch is full.
         generate: `await generate(prompt, version=v)` returns the rollouts of one group. With
             `group_size`, `await generate(prompt, version=v, sample=i)` returns one rollout, and
             each sample is one request. With `ledger`, the call also gets `draft=`, a `Draft`. `v`
@@ -165,8 +165,7 @@ class AsyncLoop:
     async def __aenter__(self) -> AsyncLoop:
         if self._failed is not None:
             raise ClosedError(
-                "a loop opens once. Publish loop.version to the engine, and make a new loop with "
-                "version=loop.version."
+                "a loop opens once. Publish loop.version to the engine and make a new loop from it."
             )
         running = asyncio.get_running_loop()
         self._failed, self._starved = running.create_future(), running.create_future()
@@ -225,7 +224,9 @@ class AsyncLoop:
         if self._is_stepping:
             raise ClosedError("a step has failed, or runs in another call. Make a new loop.")
         start, feeder = self._clock.now(), self._feeder
-        self._dropped = feeder.drop_stale(self.version)
+        self._dropped = 0
+        for job in feeder.stale(self.version):
+            self._drop(job)
         groups = await self._buffer.take(
             self._batch_size,
             version=self.version,
@@ -352,10 +353,10 @@ class AsyncLoop:
             call, timeout_s=self._timeout_s, clock=self._clock, what=what, unless=self._failed
         )
 
-    def _drop(self, group: Group) -> None:
+    def _drop(self, item: Group | PromptJob) -> None:
         self._dropped += 1
-        self._count(group.prompt, "dropped")
-        self._feeder.ask_again(group)
+        self._count(item.prompt, "dropped")
+        self._feeder.drop(item)
         self._feed()
 
     def _left_out(self, prompt: Any, reason: str) -> None:

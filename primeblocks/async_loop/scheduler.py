@@ -78,9 +78,9 @@ class Retries:
         attempts: the number of attempts per rollout, or per group if `generate` returns whole
             groups. If the last attempt fails, the prompt leaves the training run.
         backoff_s: seconds before the second attempt. The wait doubles for each later attempt.
-        give_up_after: if this number of groups fail in a row, and at least as many as are in
-            flight, the last error ends the training run. For example, every group fails after the
-            engine died. A few prompts that fail fast while others run do not end the run.
+        give_up_after: the number of groups that must fail in a row to end the training run with the
+            last error. If more groups were in flight at the first failure, all of them must fail.
+            For example, every group fails after the engine died.
 
     Raises:
         UsageError: a number is out of range.

@@ -34,10 +34,9 @@ class StalenessPolicy:
       the bound. Trained rollouts have the same length distribution as sampled rollouts.
     - "mask" removes tokens beyond the bound from the loss. The reward of a rollout with masked
       tokens still counts in the baseline of its group.
-    - "drop" discards a group beyond the bound. A group in flight is cancelled, and its prompt
-      leaves the run (`Step.lost`), because another attempt may take as long. The prompt of a
-      finished group is generated again. The lengths of trained rollouts are biased towards short
-      rollouts.
+    - "drop" discards a group beyond the bound. `AsyncLoop` also cancels such a group in flight,
+      and its prompt leaves the run (`Step.lost`), because another attempt may take as long. The
+      lengths of trained rollouts are biased towards short rollouts.
     - "continue" has no bound.
 
     With every `on_stale`, the methods `fresh` and `trainable` raise UsageError if a token comes

@@ -28,10 +28,10 @@ class Step:
         staleness: for each group, the number of optimizer steps between the oldest policy that
             sampled tokens of the group and the policy before this step.
         dropped: the number of groups that were too old to train on, counted since the previous
-            step. The loop generates new groups for their prompts.
+            step. Those that leave the run are in `lost` too. The others are generated again.
         filtered: the number of groups that `keep` left out.
         failures: the number of failed attempts since the previous step, by type of error.
-        lost: prompts whose attempts all failed, each with the reason.
+        lost: prompts that the loop gave up because of failures or age, each with the reason.
         masked_tokens: the number of tokens of this batch that are masked because of their age.
         trainer_idle_s: seconds that training waited for rollouts.
         engine_idle_s: seconds in which the staleness policy kept the number of requests below

@@ -45,7 +45,7 @@ class StepRecord:
         masked_tokens: the number of tokens that do not count in the loss because of their age.
         dropped: the number of groups that were dropped because of their age.
         failed: the number of attempts that raised an error.
-        lost: the number of prompts that used up their attempts.
+        lost: the number of prompts that used up their attempts or were too old.
     """
 
     end_s: float

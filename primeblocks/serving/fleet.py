@@ -54,8 +54,9 @@ class EngineState:
 
     Args:
         name: name of the engine in the fleet.
-        in_flight: number of unfinished requests of the engine, plus the number of its requests that
-            failed since one succeeded. So an engine that refuses quickly is not the least loaded.
+        in_flight: number of unfinished requests of the engine. Requests that failed since one
+            succeeded count too, until the fleet has sent some further requests. So an engine that
+            refuses quickly is not the least loaded, and is tried again.
         max_in_flight: the largest number of requests that the engine can process at once.
             Additional requests wait for other requests or for space in the cache.
         matched: number of the request's leading pages that the engine is assumed to cache.
@@ -82,6 +83,8 @@ class EngineState:
         """The number of requests in flight, divided by `max_in_flight`."""
         return self.in_flight / self.max_in_flight
 
+
+_SUSPECT = 16  # Requests of the fleet per failure, and the most failures that count.
 
 Route = Callable[[Request, Sequence[EngineState]], int]
 """A function that returns a position in a sequence of engines. The sequence is not empty."""
@@ -198,6 +201,7 @@ class _Engine:
     bit: int
     is_open: bool = True
     failed: int = 0  # Requests since the last success.
+    suspect_until: int = 0  # Its failures count as load until the fleet has routed this many.
     pages: OrderedDict[Hashable, None] = field(default_factory=OrderedDict)
 
 
@@ -270,6 +274,7 @@ class Fleet:
             raise
         except Exception:
             engine.failed += 1
+            engine.suspect_until = self._routed + _SUSPECT * min(engine.failed, _SUSPECT)
             raise
         else:
             engine.failed = 0
@@ -308,7 +313,7 @@ class Fleet:
         return [
             EngineState(
                 name,
-                self._in_flight[name] + engine.failed,
+                self._in_flight[name] + engine.failed * (self._routed < engine.suspect_until),
                 engine.max_in_flight,
                 matched.get(engine.bit, 0),
             )

@@ -148,7 +148,8 @@ def test_stale_groups_are_dropped_and_asked_again_and_a_step_counts_its_own(max_
             loop.version = loop.published = 3  # As if other trainers had stepped.
             return [step async for step in loop.steps(3)]
 
-    world, steps = run(body, bound=1, prompts=range(4), max_in_flight=max_in_flight)
+    options = {"prompts": range(4), "max_in_flight": max_in_flight, "on_stale": "wait"}
+    world, steps = run(body, bound=1, **options)
     assert [(step.dropped, step.staleness) for step in steps] == [(4, (0, 0)), (0, (1, 1))]
     assert world.asked == [(prompt, version) for version in (0, 3) for prompt in range(4)]
 
@@ -163,7 +164,7 @@ def test_prompts_of_dropped_groups_are_asked_again_in_their_order():
             async for _ in loop.steps(2):
                 pass
 
-    world, _ = run(body, bound=1, max_in_flight=1)
+    world, _ = run(body, bound=1, max_in_flight=1, on_stale="wait")
     asked = [prompt for prompt, _ in world.asked]
     assert asked[:4] == [0, "first", "second", "third"]
 

@@ -12,7 +12,7 @@ import torch
 from primeblocks.async_loop import AsyncLoop, Group, Journal, RolloutBuffer, StalenessPolicy
 from primeblocks.async_loop.ledger import Partial
 from primeblocks.errors import DeadlineError, UsageError
-from primeblocks.planning.virtual import run_in_virtual_time
+from primeblocks.planning.virtual import VirtualClock, run_in_virtual_time
 from primeblocks.testing.faults import ManualClock
 from tests.deadlines import HANG_S
 
@@ -333,7 +333,7 @@ def test_dropping_cancels_a_rollout_that_no_step_may_train_on(tmp_path, group_si
     }
     assert cancelled[: samples * left] == [prompt for prompt in lost for _ in range(samples)]
     assert [prompt for prompt, _ in asked] == [i // samples for i in range(len(asked))]
-    assert sources["0"] == {"failed": 1}
+    assert sources["0"] == {"dropped": 1, "failed": 1}
 
 
 def test_dropping_asks_again_if_only_the_samples_of_an_earlier_run_are_too_old(tmp_path):
@@ -364,3 +364,35 @@ def test_dropping_asks_again_if_only_the_samples_of_an_earlier_run_are_too_old(t
     assert (step.dropped, step.lost) == (1, ())
     assert sorted(group.prompt for group in step.groups) == [0, 1, 2, 3]
     assert [partials for prompt, partials in asked if prompt == 0][-1:] == [{}]
+
+
+def test_dropping_lets_prompts_leave_that_end_too_late_while_the_trainer_trains():
+    asked = []
+
+    async def generate(prompt, *, version):
+        asked.append(prompt)
+        await asyncio.sleep(29.5 if prompt % 8 == 0 else 1.0)
+        return [make_rollout(versions=(version, version))]
+
+    async def train(groups, *, version):
+        await asyncio.sleep(10.0)
+
+    async def publish(version):
+        pass
+
+    async def body():
+        clock = VirtualClock()
+        policy = StalenessPolicy(2, on_stale="drop", correction="a test")
+        loop = AsyncLoop(
+            prompts=itertools.count(), generate=generate, train=train, publish=publish,
+            buffer=RolloutBuffer(capacity=24, staleness=policy, clock=clock),
+            batch_size=8, max_in_flight=24, clock=clock,
+        )  # fmt: skip
+        async with loop:
+            return [step async for step in loop.steps(40)], clock.now()
+
+    steps, took_s = run_in_virtual_time(body())
+    dropped = sum(step.dropped for step in steps)
+    assert dropped == sum(len(step.lost) for step in steps) > 20
+    assert asked == [*range(len(asked))]
+    assert took_s < 440  # 40 steps of 10 s, and what the first batch takes.

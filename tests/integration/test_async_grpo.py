@@ -169,7 +169,7 @@ def test_a_run_that_is_killed_goes_on_from_its_state_and_keeps_its_bounds(tmp_pa
     process = start(tmp_path, steps=10_000, state=state)
     try:
         deadline = time.monotonic() + JOB_S
-        while not (state / "step-6").exists():
+        while not list(state.glob("step-*[0-9]")):
             ended, log = process.poll(), (tmp_path / "log").read_text()[-6000:]
             assert ended is None, f"the example {how_it_ended(ended)}\n{log}"
             assert time.monotonic() < deadline
@@ -182,14 +182,15 @@ def test_a_run_that_is_killed_goes_on_from_its_state_and_keeps_its_bounds(tmp_pa
             time.sleep(0.1)  # Until they are gone they hold the journal.
         for left in shared_memory(tmp_path):
             shutil.rmtree(left)
-        process = start(tmp_path, steps=11, state=state)
+        newest = max(int(path.name[5:]) for path in state.glob("step-*[0-9]"))
+        process = start(tmp_path, steps=newest + 5, state=state)
         assert process.wait(JOB_S) == 0, (tmp_path / "log").read_text()[-6000:]
     finally:
         process.kill()
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary.keys() >= KEYS
     assert summary["engine"] == "vllm-0.32.0"
-    assert (summary["first_version"], summary["steps"]) == (6, 6)
+    assert (summary["first_version"], summary["steps"]) == (newest, 6)
     assert summary["versions_seen"] >= 3
     assert 0 < summary["max_staleness_seen"] <= summary["max_off_policy_steps"]
     # The routes of trajectories from before the kill fit theirs from after it.

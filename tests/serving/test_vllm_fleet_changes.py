@@ -150,6 +150,8 @@ async def test_prefill_pauses_before_those_that_read_its_pages():
     again = Engine(name="p")
     member = FleetMember(again.generate, again, is_prefill=True)
     await fleet.join("p", member, timeout_s=TIMEOUT_S)
+    assert again.paused  # As the fleet is.
+    await fleet.resume(timeout_s=TIMEOUT_S)
     assert again.serving == serving(1)
 
 
@@ -176,3 +178,74 @@ async def test_an_engine_that_hangs_while_it_joins_keeps_nobody_waiting():
     await joined
     assert slow.serving == serving(2)
     assert fleet.open == ("a", "b")
+
+
+def slow_to_load(engine):
+    """An `update` that loads into this engine once the event is set, and the event."""
+    goes_on = asyncio.Event()
+
+    async def update(engines, receipt, *, timeout_s):
+        if engine in engines:
+            await goes_on.wait()
+        await update_all(engines, receipt, timeout_s=timeout_s)
+
+    return update, goes_on
+
+
+async def turns(count=50):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@in_a_loop
+async def test_an_update_waits_for_the_join_of_the_only_engine():
+    new = Engine(name="b")
+    update, goes_on = slow_to_load(new)
+    _, fleet = fleet_of("a", update=update)
+    await fleet.update(published(1), timeout_s=TIMEOUT_S)
+    fleet.drain("a")
+    joined = asyncio.ensure_future(fleet.join("b", new.member, timeout_s=TIMEOUT_S))
+    await turns()
+    updated = asyncio.ensure_future(fleet.update(published(2), timeout_s=TIMEOUT_S))
+    await turns()
+    goes_on.set()
+    await joined
+    assert (await updated).held_by == ("b",)
+    assert new.serving == serving(2)
+
+
+@in_a_loop
+async def test_an_engine_that_joins_a_paused_fleet_is_paused():
+    new = Engine(name="b")
+    update, goes_on = slow_to_load(new)
+    engines, fleet = fleet_of("a", update=update)
+    await fleet.update(published(1), timeout_s=TIMEOUT_S)
+    joined = asyncio.ensure_future(fleet.join("b", new.member, timeout_s=TIMEOUT_S))
+    await turns()
+    await fleet.pause(mode="keep", clear_cache=False, timeout_s=TIMEOUT_S)
+    goes_on.set()
+    await joined
+    assert (new.paused, engines["a"].paused) == (True, True)
+    await fleet.update(published(2), timeout_s=TIMEOUT_S)  # Ends the pause.
+    third = Engine(name="c")
+    await fleet.join("c", third.member, timeout_s=TIMEOUT_S)
+    assert [each.paused for each in (new, engines["a"], third)] == [False] * 3
+
+
+@in_a_loop
+async def test_two_joins_of_one_engine_load_in_turn():
+    new, loading = Engine(name="b"), []
+
+    async def update(engines, receipt, *, timeout_s):
+        loading.append(new in engines)
+        assert loading.count(True) <= 1
+        await turns(10)
+        await update_all(engines, receipt, timeout_s=timeout_s)
+        loading.pop()
+
+    _, fleet = fleet_of("a", update=update)
+    await fleet.update(published(1), timeout_s=TIMEOUT_S)
+    joins = (fleet.join("b", new.member, timeout_s=TIMEOUT_S) for _ in range(2))
+    await asyncio.gather(*joins)
+    assert fleet.open == ("a", "b")
+    assert new.serving == serving(1)

@@ -288,7 +288,7 @@ def test_scales_of_graphs_that_an_update_would_leave_as_they_were_are_refused():
 
 
 def _refusals():
-    kinds = ("nvfp4", "mxfp4", "static")
+    kinds = ("nvfp4", "mxfp4", "inverted")
     return {scales: [_captured(scales, graphs)[0] for graphs in (True, False)] for scales in kinds}
 
 
@@ -304,6 +304,7 @@ def _captured(scales, graphs):
     made = {
         "block": lambda: settings.fp8_w8a8_moe_quant_config(one, one, block_shape=[128, 128]),
         "static": lambda: settings.fp8_w8a8_moe_quant_config(one, one, one, one),
+        "inverted": lambda: settings.fp8_w8a8_moe_quant_config(one, one, one, one, a1_gscale=one),
         "nvfp4": lambda: settings.nvfp4_w4a16_moe_quant_config(one, one, one, one),
         "mxfp4": lambda: settings.mxfp4_w4a16_moe_quant_config(one, one),
     }
@@ -331,6 +332,37 @@ def _captured(scales, graphs):
         engine._load((f"{name}.weight", torch.ones(3, 3)) for name in "ab")
     gc.collect()
     return error, None if first() is None or error else first().tolist()
+
+
+def test_a_drafter_whose_loader_returns_no_names_and_whose_kernel_removes_scales():
+    assert call(_silent_draft) == [3.0, 3.0]
+
+
+def _silent_draft():
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    from primeblocks.weightsync.adapters.vllm.loads import WithDrafts
+
+    class Method(_method()):
+        def process_weights_after_loading(self, layer):
+            if hasattr(layer, "weight_scale"):
+                del layer.weight_scale
+
+    class Draft(_TwoLayers):
+        def load_weights(self, tensors):
+            super().load_weights(tensors)
+
+    of_draft = {f"draft.{one}.{what}" for one in "ab" for what in ("weight", "weight_scale")}
+    both = WithDrafts(_TwoLayers(_method()()), draft := Draft(Method()), of_draft)
+    for layer in (draft.a, draft.b):
+        layer.weight_scale = nn.Parameter(torch.ones(4, 3), requires_grad=False)
+        layer.weight_scale.weight_loader = layer.weight.weight_loader
+    record_metadata_for_reloading(both)
+    for layer in (draft.a, draft.b):
+        layer.quant_method.process_weights_after_loading(layer)
+    engine = _engine_of(both, quantization="modelopt_fp4")
+    engine._load((name, torch.full((4, 3), 3.0)) for name in ("a.weight", "b.weight", *of_draft))
+    return draft.rows()
 
 
 def _engine_of(model, *, quantization=None):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from secrets import token_hex
@@ -107,6 +108,8 @@ class VllmFleet:
         self._published: Published | None = None
         self._first: Published | None = None  # first publish of the version, owner of its salt
         self._change, self._is_settled = asyncio.Lock(), False
+        self._joins = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        self._paused: dict[str, Any] | None = None  # The arguments of a pause that still holds.
         self._name, self._unsettled = token_hex(4), itertools.count()
 
     @property
@@ -203,8 +206,11 @@ class VllmFleet:
         await self._control("wake_up", timeout_s, tags=["scheduling"])
 
     async def _control(self, method: str, timeout_s: float, **arguments: Any) -> None:
-        what = f"{method} of the fleet"
-        await self._next(lambda end: self._each(method, end, **arguments), timeout_s, what)
+        async def change(end: float) -> None:
+            self._paused = arguments if method == "pause_generation" else None
+            await self._each(method, end, **arguments)
+
+        await self._next(change, timeout_s, f"{method} of the fleet")
 
     async def _next(
         self, change: Callable[[float], Awaitable[Any]], timeout_s: float, what: str
@@ -244,7 +250,7 @@ class VllmFleet:
                 names = [name for name in names if name not in lost]
         if self._first is None or published.version > self._first.version:
             self._first = published
-        self._published = published
+        self._published, self._paused = published, None
         self._is_settled = _digest(published) == _digest(self._first)
         for name, met in failed.items():
             self._fleet.drain(name)
@@ -260,22 +266,30 @@ class VllmFleet:
         return FleetUpdate(published.version, tuple(names), failed)
 
     async def _join(self, name: str, member: FleetMember, end: float) -> None:
-        loaded, failure = None, None
-        async with self._change:  # A running update brings a newer version.
-            is_open = name in self.open
-        if not is_open:  # An update could load into an open engine at the same time.
-            loaded = self._published
+        async with self._joins[name]:
+            async with self._change:  # A running update brings a newer version.
+                # An update would load into an open engine at the same time, or find no engine.
+                if name in self.open or not self.open:
+                    return await self._open(name, member, None, end)
+            loaded, failure = self._published, None
             try:
                 await self._load_checked(name, member, loaded, end)
             except PrimeblocksError as error:
                 failure = error
-        async with self._change:
-            if self._published is not loaded:
-                await self._load_checked(name, member, self._published, end)
-            elif failure is not None:
-                raise failure
-            self._fleet.add(name, member.generate)
-            self._members[name] = member
+            async with self._change:
+                if failure is not None and self._published is loaded:
+                    raise failure
+                await self._open(name, member, loaded, end)
+
+    async def _open(
+        self, name: str, member: FleetMember, loaded: Published | None, end: float
+    ) -> None:
+        if self._published is not loaded:
+            await self._load_checked(name, member, self._published, end)
+        if self._paused is not None:
+            await self._call(member, "pause_generation", end, **self._paused)
+        self._fleet.add(name, member.generate)
+        self._members[name] = member
 
     async def _load_checked(
         self, name: str, member: FleetMember, published: Published | None, end: float

@@ -118,7 +118,7 @@ class Update:
         yield EngineCall("collective_rpc", (VERIFY, None, (self._info(self.version, deadline),)))
         states = _states((yield _ASK))
         # A worker gives up after 0.9 of the time. Ask it at least once in the rest.
-        pause = pauses(0.005, longest_s=min(_BUSY_S, 0.05 * left_s(deadline)))
+        pause = pauses(0.005, longest_s=max(0.005, min(_BUSY_S, 0.05 * left_s(deadline))))
         while any(state.busy for state in states):
             states = _states((yield _ASK._replace(wait_s=next(pause))))
         _raise_first(states)

@@ -336,7 +336,8 @@ def pauses(first_s: float, *, longest_s: float = 0.25) -> Iterator[float]:
 def await_versions(commits: Commits, request: ReceiveRequest) -> tuple[Marker, ...]:
     """Wait for the requested version, and return its chain from the version held."""
     never, deadline = threading.Event(), request.deadline
-    pause = pauses(commits.look_s)  # A thousand idle readers may share one store.
+    # A thousand idle readers may share one store. One version is soon replaced.
+    pause = pauses(commits.look_s, longest_s=0.25 if request.version is None else commits.look_s)
     while True:
         # A store that stalls has until the deadline to answer.
         markers = commits.markers(deadline=deadline)

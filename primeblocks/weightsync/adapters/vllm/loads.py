@@ -279,13 +279,13 @@ def captured_kernels(models: Sequence[Any], config: Any) -> list[tuple[Any, Any]
         method = getattr(layer, "quant_method", None)
         scales = getattr(method, "moe_quant_config", None)
         if scales is not None and (
-            scales.weight_quant_dtype in ("nvfp4", "mxfp4") or scales.a1_scale is not None
+            scales.weight_quant_dtype in ("nvfp4", "mxfp4") or scales.a1_gscale is not None
         ):
             raise UnsupportedError(
                 f"after an update, CUDA graphs would read old scales of {type(method).__name__}, "
-                "because vLLM stores scales of NVFP4, of MXFP4 and of static activations outside "
-                "of parameters. Start the engine with enforce_eager=True, or serve experts in "
-                "bfloat16 or block-scaled FP8."
+                "because vLLM stores scales of NVFP4 and MXFP4, and inverted scales of "
+                "activations, outside of parameters. Start the engine with enforce_eager=True, or "
+                "serve experts in bfloat16 or block-scaled FP8."
             )
         if (kernel := getattr(method, "moe_kernel", None)) is not None:
             found.append((layer, kernel))
@@ -295,7 +295,8 @@ def captured_kernels(models: Sequence[Any], config: Any) -> list[tuple[Any, Any]
 def refresh_captured(kernels: Iterable[tuple[Any, Any]]) -> None:
     """Copy the tensors of new kernels into the first kernels. A sleep may have emptied these."""
     for layer, first in kernels:
-        new = vars(layer.quant_method.moe_kernel.fused_experts)
+        kernel = getattr(layer.quant_method, "moe_kernel", None)
+        new = {} if kernel is None else vars(kernel.fused_experts)  # After a load that failed.
         for name, one in vars(first.fused_experts).items():
             other = new.get(name)  # A kernel makes its workspace later, in its first step.
             if (
@@ -359,10 +360,9 @@ def _of_draft(name: str) -> str:
 
 
 def _load(prefix: str, model: Any, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
-    loaded = model.load_weights(tensors)
-    if loaded is None:  # This loader does not return names.
-        loaded = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {f"{prefix}.{name}" for name in loaded}
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    loaded = model.load_weights(tensors)  # Some loaders do not return names.
+    return {f"{prefix}.{name}" for name in (every if loaded is None else loaded)}
 
 
 @contextmanager
