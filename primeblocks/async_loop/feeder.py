@@ -149,7 +149,8 @@ class Feeder:
                 elif sample <= last and len(job.samples) < last:
                     job.samples[sample] = trajectory
             self._again.append(job)
-        self._resumed = known.keys() - {ordinal for ordinal, _, kept in restored.again if not kept}
+        self._resumed = {ordinal for ordinal, _, kept in restored.again if kept}
+        self._resumed |= {ordinal for ordinal, _ in restored.finished}
         return [group for _, group in restored.finished]
 
     def start(self, *, groups: int, requests: int, version: int) -> None:

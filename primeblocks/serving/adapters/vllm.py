@@ -159,8 +159,9 @@ class VllmFleet:
 
         The call opens the engine only if the engine reports the current version. Before the first
         update, the engine is opened without a check. An open engine gets requests and updates.
-        Other calls do not wait for this load. If the fleet gets a newer version during the load,
-        the engine loads again, and other calls wait for the second load.
+        If another engine is open, other calls do not wait for this load. If the fleet gets a newer
+        version during the load, the engine loads again, and other calls wait for the second load.
+        If the fleet is paused, the engine is paused before it is opened.
         `name` is a new name, or the name of an engine that this engine replaces. Before this call,
         connect the engine to the source of weights (weightsync's `attach`).
 
