@@ -84,7 +84,7 @@ class EngineState:
         return self.in_flight / self.max_in_flight
 
 
-_SUSPECT = 16  # Requests of the fleet per failure, and the most failures that count.
+_SUSPECT = 16  # Requests of the fleet per failure, for at most as many failures.
 
 Route = Callable[[Request, Sequence[EngineState]], int]
 """A function that returns a position in a sequence of engines. The sequence is not empty."""
